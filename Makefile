@@ -1,0 +1,50 @@
+# Every target sets up what it needs: .venv in this folder, and the starter model.
+# Works with GNU make 3.81 (macOS) and newer, and in folders whose names hold spaces.
+
+# What brings the MLX backend on Linux: "cpu" or "cuda". On macOS nothing more is needed.
+OMLX_EXTRA ?= cpu
+# More flags for omlx serve or pytest: make test ARGS="-k sizes"
+ARGS ?=
+
+MODEL := smollm2-135m
+RUN   := .venv/installed-$(OMLX_EXTRA)
+DEV   := .venv/installed-$(OMLX_EXTRA)-dev
+
+.PHONY: help demo serve model test check clean
+.NOTPARALLEL:
+
+help:
+	@echo "make demo    the product at work: one question, answered cold, from RAM and from SSD"
+	@echo "make serve   a server on the starter model, until Ctrl-C"
+	@echo "make test    make check, then every test"
+	@echo "make check   ruff, mypy, import-linter"
+	@echo "make clean   remove .venv and the tools' caches (models stay in ~/.omlx)"
+
+demo: model
+	@.venv/bin/python scripts/demo.py
+
+serve: model
+	@.venv/bin/omlx serve --model $(MODEL) --paged-ssd-cache-dir "$${OMLX_HOME:-$$HOME/.omlx}/cache" $(ARGS)
+
+model: $(RUN)
+	@.venv/bin/omlx pull $(MODEL)
+
+test: check model
+	.venv/bin/python -m pytest $(ARGS)
+
+check: $(DEV)
+	.venv/bin/ruff check .
+	.venv/bin/mypy
+	.venv/bin/lint-imports --no-cache
+
+clean:
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .demo build dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(RUN): pyproject.toml
+	@sh scripts/install.sh "$(OMLX_EXTRA),client"
+	@touch $@
+
+$(DEV): $(RUN)
+	@sh scripts/install.sh "$(OMLX_EXTRA),dev"
+	@touch $@
