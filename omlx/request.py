@@ -1,0 +1,97 @@
+"""What a client asks for and what the engine gives back, without tensors or threads."""
+
+import time
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Literal
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one answer is sampled. Ranges are checked where a request is parsed.
+
+    `temperature` 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 switch a filter off; filters
+    apply to the tempered distribution in the order top_k, top_p, min_p. The presence and frequency
+    penalties count generated tokens, `repetition_penalty` (1 is off) counts the prompt as well.
+    `top_logprobs` None returns no logprobs, n the chosen token's and the n best.
+    `stop` are texts; end-of-text tokens stop unless `ignore_eos`.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    top_logprobs: int | None = None
+    ignore_eos: bool = False
+
+
+@dataclass(slots=True)
+class RequestStats:
+    """What happened to a request so far; times are `time.monotonic()` seconds.
+
+    Written by the MLX thread; complete for the prompt before the first token is handed out.
+    `prefilled_tokens` counts the prompt tokens that are in the KV cache by now (restored or
+    computed), for progress display.
+    """
+
+    arrived: float = field(default_factory=time.monotonic)
+    admitted: float | None = None
+    first_token: float | None = None
+    finished: float | None = None
+    cached_ram_tokens: int = 0
+    cached_ssd_tokens: int = 0
+    prefilled_tokens: int = 0
+    generated_tokens: int = 0
+
+    @property
+    def cached_tokens(self) -> int:
+        return self.cached_ram_tokens + self.cached_ssd_tokens
+
+
+class RequestState(Enum):
+    WAITING = "waiting"
+    PREFILLING = "prefilling"
+    DECODING = "decoding"
+    PAUSED = "paused"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True)
+class Request:
+    """One answer to produce. `prompt` holds token ids (at least one).
+
+    `use_cache` False neither reads nor writes the cache. `cache_salt` separates tenants: equal
+    prompts under different salts share nothing.
+    """
+
+    request_id: str
+    prompt: list[int]
+    sampling: SamplingParams
+    use_cache: bool = True
+    cache_salt: str = ""
+    state: RequestState = RequestState.WAITING
+    stats: RequestStats = field(default_factory=RequestStats)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenOutput:
+    """One generated token. `logprob` and `top_logprobs` (token id, natural log) only if asked for.
+
+    The token that ends an answer (end of text) is handed out like the others, with
+    `finish_reason` set; an aborted request ends with `token` None.
+    """
+
+    request_id: str
+    token: int | None
+    finish_reason: FinishReason | None = None
+    logprob: float | None = None
+    top_logprobs: tuple[tuple[int, float], ...] = ()

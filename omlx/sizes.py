@@ -1,0 +1,91 @@
+"""Sizes as people write them ("200GB", "20%") and as bytes; the only copy of these rules."""
+
+import json
+import re
+import shutil
+from fractions import Fraction
+from pathlib import Path
+
+import psutil
+
+GB = 1024**3
+
+_UNITS = {"B": 1, "K": 1024, "M": 1024**2, "G": GB, "T": 1024**4}
+_SIZE = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?) *(?P<unit>%|[KMGT](?:I?B)?|B)?", re.IGNORECASE)
+_LONGEST = 40  # characters; a longer text is no size, and its digits need not be counted
+_LARGEST = 2**63 - 1  # what files and SQLite can count
+_CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+
+
+def parse_size(text: str | int, *, percent_of: int | None = None) -> int:
+    """Bytes of a size such as "200GB", "1.5 GiB", "512mb", "20%", "4096" or 4096.
+
+    GB and GiB are both 1024**3. A percentage (0 to 100) needs `percent_of`, the bytes it is
+    of. Exact arithmetic; a fraction of a byte is dropped. Raises ValueError, one line that
+    begins with the text in quotes.
+    """
+    shown = quoted(text)
+    plain = str(text).strip()
+    match = _SIZE.fullmatch(plain) if len(plain) <= _LONGEST else None
+    if match is None or isinstance(text, bool):
+        raise ValueError(f"{shown} is not a size (examples: 200GB, 20%, 0)")
+    number, unit = Fraction(match["number"]), (match["unit"] or "").upper()
+    if unit == "%":
+        return int(_percent(number, percent_of, shown))
+    if not unit and number.denominator != 1:
+        raise ValueError(f"{shown} is not a whole number of bytes (examples: 1.5GB, 512MB)")
+    size = int(number * _UNITS[unit[:1] or "B"])
+    if size > _LARGEST:
+        raise ValueError(f"{shown} is too large")
+    return size
+
+
+def _percent(number: Fraction, whole: int | None, shown: str) -> Fraction:
+    if whole is None:
+        raise ValueError(f"{shown} is a percentage of nothing; give a size here (example: 200GB)")
+    if number > 100:
+        raise ValueError(f"{shown} is more than 100%")
+    return number * whole / 100
+
+
+def format_size(size: int) -> str:
+    """`size` in bytes for people: "100 GB", "1.5 GB", "512 B"; `parse_size` reads it back.
+
+    One decimal at most, so reading back is exact only where that says it all.
+    """
+    if abs(size) < 1024:
+        return f"{size} B"
+    for unit, factor in (("KB", 1024), ("MB", 1024**2), ("GB", GB), ("TB", 1024**4)):
+        # Rounded before it is compared: 1023.96 MB is shown as 1 GB, not as 1024 MB.
+        rounded = round(size / factor, 1)
+        if abs(rounded) < 1024 or unit == "TB":
+            break
+    return f"{rounded:.1f}".removesuffix(".0") + f" {unit}"
+
+
+def quoted(text: object) -> str:
+    """`text` in double quotes on one line, as it appears in error messages; long ones cut."""
+    plain = str(text)
+    return json.dumps(plain if len(plain) <= 80 else plain[:77] + "...", ensure_ascii=False)
+
+
+def total_memory() -> int:
+    """Bytes of RAM that this process may count on: the machine's, or its container's limit."""
+    total = int(psutil.virtual_memory().total)
+    for path in _CGROUP_LIMITS:
+        try:
+            total = min(total, int(path.read_text()))
+        except (OSError, ValueError):  # no such control group, or "max"
+            continue
+    return total
+
+
+def total_disk(folder: Path) -> int:
+    """Bytes of the whole disk that holds `folder`, which need not exist yet."""
+    return shutil.disk_usage(existing_parent(folder)).total
+
+
+def existing_parent(folder: Path) -> Path:
+    """`folder`, or the nearest folder above it that exists."""
+    absolute = folder.absolute()
+    return next((path for path in (absolute, *absolute.parents) if path.is_dir()), Path(absolute.anchor))

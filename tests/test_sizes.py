@@ -1,0 +1,126 @@
+"""Sizes as people write them."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from omlx import sizes
+from omlx.sizes import GB, existing_parent, format_size, parse_size, total_disk, total_memory
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("200GB", 200 * GB),
+        ("200gb", 200 * GB),
+        ("200 GiB", 200 * GB),
+        ("1.5 GiB", 3 * GB // 2),
+        ("512MB", 512 * 1024**2),
+        ("512m", 512 * 1024**2),
+        ("7K", 7 * 1024),
+        ("2TB", 2 * 1024**4),
+        ("10B", 10),
+        ("0", 0),
+        ("0GB", 0),
+        ("4096", 4096),
+        (4096, 4096),
+        (" 1GB ", GB),
+        ("0.1GB", GB // 10),
+    ],
+)
+def test_sizes_are_read_with_1024_to_the_step(text: str | int, size: int) -> None:
+    assert parse_size(text) == size
+
+
+NO_SIZES = [
+    *("-1", "1e3", "", " ", "5 apples", "auto", "GB", "1,5GB", "1.GB", ".5GB"),
+    *("1 2", "٣GB", "inf", "nan", "0x10", "1" * 41),
+]
+
+
+@pytest.mark.parametrize("text", NO_SIZES)
+def test_what_is_no_size_is_refused_with_its_text(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a size") as refused:
+        parse_size(text, percent_of=GB)
+    assert str(refused.value).startswith('"' + text[:30])
+
+
+@pytest.mark.parametrize("value", [-1, True, None, 1.5])
+def test_values_of_other_types_are_refused(value: object) -> None:
+    with pytest.raises(ValueError, match="is not a"):
+        parse_size(value)  # type: ignore[arg-type]
+
+
+def test_a_fraction_needs_a_unit() -> None:
+    with pytest.raises(ValueError, match=r'"0\.5" is not a whole number of bytes'):
+        parse_size("0.5")
+
+
+def test_a_size_that_no_file_can_have_is_refused() -> None:
+    with pytest.raises(ValueError, match="too large"):
+        parse_size("9999999999TB")
+
+
+@pytest.mark.parametrize(("text", "size"), [("20%", 200), ("0%", 0), ("100%", 1000), ("12.5 %", 125), ("0.05%", 0)])
+def test_a_percentage_is_of_what_the_caller_says(text: str, size: int) -> None:
+    assert parse_size(text, percent_of=1000) == size
+
+
+def test_a_percentage_above_100_is_refused() -> None:
+    with pytest.raises(ValueError, match='"200%" is more than 100%'):
+        parse_size("200%", percent_of=1000)
+
+
+def test_a_percentage_of_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match='"20%" is a percentage of nothing'):
+        parse_size("20%")
+
+
+def test_a_refused_text_stays_on_one_line_and_is_cut() -> None:
+    with pytest.raises(ValueError, match="is not a size") as refused:
+        parse_size("5\napples" * 1000)
+    assert "\n" not in str(refused.value)
+    assert len(str(refused.value)) < 150
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1 KB"),
+        (100 * GB, "100 GB"),
+        (3 * GB // 2, "1.5 GB"),
+        (GB - 1, "1 GB"),
+        (5000 * 1024**4, "5000 TB"),
+    ],
+)
+def test_sizes_are_shown_in_the_largest_fitting_unit(size: int, text: str) -> None:
+    assert format_size(size) == text
+
+
+@given(st.integers(min_value=0, max_value=2**62))
+def test_a_shown_size_reads_back_to_within_its_last_digit(size: int) -> None:
+    assert abs(parse_size(format_size(size)) - size) <= size * 0.051
+
+
+@given(st.integers(min_value=0, max_value=2**63 - 1))
+def test_plain_bytes_are_exact(size: int) -> None:
+    assert parse_size(str(size)) == size
+
+
+def test_memory_is_the_limit_of_the_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limit, unlimited = tmp_path / "limit", tmp_path / "unlimited"
+    limit.write_text("12345678\n")
+    unlimited.write_text("max\n")
+    monkeypatch.setattr(sizes, "_CGROUP_LIMITS", (tmp_path / "absent", unlimited))
+    assert total_memory() > 12345678
+    monkeypatch.setattr(sizes, "_CGROUP_LIMITS", (unlimited, limit))
+    assert total_memory() == 12345678
+
+
+def test_the_disk_of_a_folder_that_does_not_exist_yet_is_that_of_its_parent(tmp_path: Path) -> None:
+    assert existing_parent(tmp_path / "a" / "b") == tmp_path
+    assert total_disk(tmp_path / "a" / "b") == total_disk(tmp_path) > 0
