@@ -1,0 +1,416 @@
+"""Which blocks a cache root holds, and what is to be done about it: decisions only, no file is touched here."""
+
+import threading
+import weakref
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from omlx.storage.bookkeeping import Gone, GoneBlocks, Key, Pins
+from omlx.storage.disk_index import BlockTable, Change, Entry, Pending, Row, WriteFile
+from omlx.storage.folder import block_path
+from omlx.storage.tensor_file import BlockBuffer, BlockMeta
+from omlx.storage.write_queue import WriteQueue
+
+RESERVE_BYTES, RESERVE_SHARE = 2 << 30, 0.05  # free space that is left on the disk: whichever is less
+_COMMIT_WITHIN_S = 1.0  # how long only memory may know of a change in the order of use
+
+PutResult = Literal["queued", "waiting", "declined"]
+
+
+@dataclass(slots=True)
+class FolderCounts:
+    """What happened to one model's blocks on disk since the store was opened."""
+
+    evictions: int = 0
+    damaged: int = 0
+    write_errors: int = 0
+    dropped_writes: int = 0
+
+
+class _Waiting(NamedTuple):
+    """A block whose write found no room, or failed; queued later if it is in RAM still."""
+
+    meta: BlockMeta
+    block: "weakref.ref[BlockBuffer]"
+    write: WriteFile
+
+
+class BlockLedger:
+    """The blocks of all models under one root, within `max_bytes` of files; thread-safe.
+
+    Decisions become tasks of the queue, in an order that keeps the files within the limit at every
+    moment: what makes room is removed before the block that needs it is written. Least recently used
+    blocks go first, pinned ones never.
+    """
+
+    def __init__(self, root: Path, max_bytes: int, reserve_bytes: int | None, queue: WriteQueue) -> None:
+        self._root = root
+        self._max_bytes = max_bytes
+        self._reserve_bytes = reserve_bytes
+        self._queue = queue
+        self._lock = threading.Lock()
+        self._table = BlockTable()
+        self._pins = Pins()
+        self._gone = GoneBlocks()
+        self._waiting: dict[Key, _Waiting] = {}
+        self._doomed: set[Path] = set()  # files whose removal is queued
+        self._counts: defaultdict[str, FolderCounts] = defaultdict(FolderCounts)
+        self._index_bytes = 0
+        self._other_bytes: dict[str, int] = {}
+        self._space: int | None = None  # what the disk has left for us, what we have already included
+        self._closed = False
+
+    # ---- questions
+
+    def entry(self, key: Key) -> Entry | None:
+        with self._lock:
+            return self._table.get(key)
+
+    def in_force(self, entry: Entry) -> bool:
+        """Whether this very entry counts: not evicted, deleted or replaced since it was asked for."""
+        with self._lock:
+            return self._table.holds(entry)
+
+    def meta(self, key: Key) -> BlockMeta | None:
+        entry = self.entry(key)
+        return entry.meta if entry else None
+
+    def metas(self, folder: str) -> list[BlockMeta]:
+        """A model's blocks, least recently used first."""
+        with self._lock:
+            return [e.meta for e in self._table.entries() if e.folder == folder and not e.stale]
+
+    def children(self, folder: str, parent: bytes) -> list[BlockMeta]:
+        with self._lock:
+            return self._table.children((folder, parent))
+
+    def state(self, key: Key) -> Literal["writing", "ssd"] | None:
+        entry = self.entry(key)
+        return None if entry is None else "writing" if entry.pending else "ssd"
+
+    def counts(self, folder: str) -> FolderCounts:
+        with self._lock:
+            return replace(self._counts[folder])
+
+    @property
+    def write_errors(self) -> int:
+        with self._lock:
+            return sum(counts.write_errors for counts in self._counts.values())
+
+    def usage(self) -> dict[str, tuple[int, int]]:
+        """Blocks and bytes of each model's folder."""
+        with self._lock:
+            blocks = self._table.folder_blocks
+            return {folder: (n, self._table.folder_bytes[folder]) for folder, n in blocks.items() if n}
+
+    def tokens(self, folder: str) -> int:
+        """Tokens in a model's blocks."""
+        with self._lock:
+            return self._table.folder_tokens[folder]
+
+    def gone_after(self, folder: str, parent: bytes) -> list[Gone]:
+        """The blocks with this parent that were given up of late, the last one last."""
+        with self._lock:
+            return self._gone.after(folder, parent)
+
+    @property
+    def bytes(self) -> int:
+        """Of all files that omlx keeps under the root, as they will be when the queue is done."""
+        with self._lock:
+            return self._table.bytes + self._overhead()
+
+    @property
+    def queue_bytes(self) -> int:
+        return self._queue.bytes
+
+    def fits(self, nbytes: int) -> bool:
+        """Whether a file of that size may be kept at all."""
+        with self._lock:
+            return not self._closed and nbytes <= self._limit()
+
+    # ---- keeping blocks
+
+    def put(self, folder: str, meta: BlockMeta, block: BlockBuffer, write: WriteFile, *, may_wait: bool) -> PutResult:
+        """Queues a block's file; the block is readable from now on.
+
+        A block that is here already is left alone. With the queue full the answer is "waiting" if it
+        `may_wait`: it is queued when there is room, if somebody else still keeps the buffer then.
+        """
+        key = (folder, meta.block_hash)
+        with self._lock:
+            if self._table.get(key) is not None:
+                return "queued"
+            if self._closed or meta.file_size > self._limit():
+                return "declined"
+            if self._queue.has_room(meta.file_size):
+                return self._enqueue(key, meta, block, write)
+            if may_wait:
+                self._wait(key, meta, block, write)
+                return "waiting"
+            self._counts[folder].dropped_writes += 1
+            return "declined"
+
+    def _enqueue(self, key: Key, meta: BlockMeta, block: BlockBuffer, write: WriteFile) -> PutResult:
+        self._delete(key)
+        block.unsaved = False
+        if not self._make_room(meta.file_size):
+            return "declined"
+        entry = Entry(key[0], meta, self._table.stamp(), pending=Pending(block, write))
+        self._table.add(entry)
+        self._queue.append(("write", entry), meta.file_size)
+        return "queued"
+
+    def _wait(self, key: Key, meta: BlockMeta, block: BlockBuffer, write: WriteFile) -> None:
+        block.unsaved = True
+        self._waiting[key] = _Waiting(meta, weakref.ref(block), write)
+
+    def queue_waiting(self) -> bool:
+        """Queues what waits, as far as there is room. True if nothing waits any more."""
+        with self._lock:
+            while self._waiting:
+                key, waiting = next(iter(self._waiting.items()))
+                block = waiting.block()
+                if block is not None and not self._queue.has_room(waiting.meta.file_size):
+                    return False
+                del self._waiting[key]
+                if block is None or self._enqueue(key, waiting.meta, block, waiting.write) == "declined":
+                    self._counts[key[0]].dropped_writes += 1
+            return True
+
+    @property
+    def waits(self) -> bool:
+        return bool(self._waiting)
+
+    def make_room(self, nbytes: int = 0) -> bool:
+        """Evicts blocks until `nbytes` more fit under the limit. False, and nothing evicted, if they cannot fit."""
+        with self._lock:
+            return self._make_room(nbytes)
+
+    def _make_room(self, nbytes: int) -> bool:
+        excess = self._table.bytes + nbytes - self._limit()
+        victims = []
+        for entry in self._table.entries() if excess > 0 else ():
+            if entry.key not in self._pins:
+                victims.append(entry)
+                excess -= entry.meta.file_size
+                if excess <= 0:
+                    break
+        if excess > 0 and nbytes:
+            return False
+        for entry in victims:
+            self._counts[entry.folder].evictions += 1
+            self._gone.add(entry.folder, entry.meta, "evicted")
+            self._delete(entry.key)
+        return excess <= 0
+
+    def _limit(self) -> int:
+        """What block files may take up."""
+        total = self._max_bytes if self._space is None else min(self._max_bytes, self._space)
+        return total - self._overhead()
+
+    def _overhead(self) -> int:
+        return self._index_bytes + sum(self._other_bytes.values())
+
+    def lower_limit(self, max_bytes: int) -> None:
+        """Evicts what no longer fits. A limit is never raised: that of every user holds."""
+        with self._lock:
+            self._max_bytes = min(self._max_bytes, max_bytes)
+            self._make_room(0)
+
+    def count_other_files(self, owner: str, nbytes: int) -> None:
+        """Says how many bytes somebody else keeps under the root: they count towards the limit."""
+        with self._lock:
+            self._other_bytes[owner] = nbytes
+            self._make_room(0)
+
+    def room_for_others(self, owner: str) -> int:
+        """How many bytes somebody else may keep under the root at most, if all blocks went."""
+        with self._lock:
+            return self._limit() + self._other_bytes.get(owner, 0)
+
+    def reserve_for_others(self, owner: str, nbytes: int) -> bool:
+        """`count_other_files`, if blocks can be evicted for it. Else False, and nothing is changed."""
+        with self._lock:
+            more = nbytes - self._other_bytes.get(owner, 0)
+            if more > 0 and not self._make_room(more):
+                return False
+            self._other_bytes[owner] = nbytes
+            return True
+
+    def delete(self, key: Key) -> bool:
+        """Drops a block; its file is removed in the background. False if there was none."""
+        with self._lock:
+            return self._delete(key)
+
+    def _delete(self, key: Key) -> bool:
+        waited = self._waiting.pop(key, None) is not None
+        if not self._table.known(key):
+            return waited
+        self._table.remove(key)
+        path = block_path(self._root, key)
+        self._doomed.add(path)
+        self._queue.append(("unlink", path))
+        return True
+
+    def clear(self, folder: str | None) -> dict[Key, int]:
+        """Deletes a model's blocks, or all, but for the pinned ones; returns them with their bytes."""
+        with self._lock:
+            entries = [e for e in self._table.entries() if folder in (None, e.folder) and e.key not in self._pins]
+            for key in [key for key in self._waiting if folder in (None, key[0]) and key not in self._pins]:
+                del self._waiting[key]
+            for entry in entries:
+                self._delete(entry.key)
+            return {entry.key: entry.meta.file_size for entry in entries}
+
+    def drop_damaged(self, entry: Entry) -> bool:
+        """Deletes a block that could not be read. False if it is not in force any more."""
+        with self._lock:
+            if not self._table.holds(entry):
+                return False
+            self._counts[entry.folder].damaged += 1
+            self._gone.add(entry.folder, entry.meta, "its file was damaged or gone")
+            return self._delete(entry.key)
+
+    def touch(self, keys: Iterable[Key]) -> None:
+        """Marks blocks as used, the last one most recently."""
+        with self._lock:
+            for key in keys:
+                self._table.touch(key)
+        self._queue.wake_in(_COMMIT_WITHIN_S)
+
+    def pin(self, key: Key) -> None:
+        with self._lock:
+            self._pins.add(key)
+
+    def unpin(self, key: Key) -> None:
+        """Raises ValueError if it is not pinned."""
+        with self._lock:
+            self._pins.remove(key)
+
+    def close(self) -> None:
+        """Declines new blocks from now on."""
+        with self._lock:
+            self._closed = True
+
+    # ---- what the writer thread found
+
+    def pending(self, entry: Entry) -> Pending | None:
+        """What is to be written; None if the entry is not in force any more."""
+        with self._lock:
+            return entry.pending if self._table.holds(entry) else None
+
+    def written(self, entry: Entry) -> None:
+        with self._lock:
+            if self._table.holds(entry):
+                self._table.written(entry)
+
+    def write_failed(self, entry: Entry, pending: Pending) -> None:
+        """The entry goes; the block is tried again later if RAM has it."""
+        with self._lock:
+            self._counts[entry.folder].write_errors += 1
+            if self._table.holds(entry):
+                self._table.remove(entry.key)
+                self._wait(entry.key, entry.meta, pending.block, pending.write)
+
+    def unlinked(self, path: Path) -> None:
+        with self._lock:
+            self._doomed.discard(path)
+
+    def add_found(self, entry: Entry) -> None:
+        """A file that nobody knew; `in_order` has to follow."""
+        with self._lock:
+            if not self._table.known(entry.key):
+                self._table.add(entry)
+
+    def found_damaged(self, key: Key) -> None:
+        with self._lock:
+            self._counts[key[0]].damaged += 1
+
+    def is_known(self, key: Key) -> bool:
+        """Whether a file's fate is decided: it has an entry, or is to be removed."""
+        with self._lock:
+            return self._table.known(key) or block_path(self._root, key) in self._doomed
+
+    def keep_only(self, there: set[Key]) -> None:
+        """Forgets the blocks on disk that are not `there`."""
+        with self._lock:
+            for entry in [e for e in self._table.entries() if e.pending is None and e.key not in there]:
+                self._table.remove(entry.key)
+
+    def in_order(self) -> None:
+        """Sorts by last use and meets the limit, after blocks were found."""
+        with self._lock:
+            self._table.sort()
+            self._make_room(0)
+
+    def load(self, entries: list[Entry], index_bytes: int) -> None:
+        """The blocks of a folder that was just opened; the caller's own queued ones stay."""
+        with self._lock:
+            self._index_bytes = index_bytes
+            queued = len(self._table)
+            for entry in entries:
+                if not self._table.known(entry.key):
+                    self._table.add(entry)
+            if queued:
+                self._table.sort()
+            self._table.forget_changes()
+
+    def folder_lost(self) -> None:
+        """Forgets what was on disk."""
+        with self._lock:
+            self._table.keep_only_pending()
+
+    def set_space(self, disk_bytes: int, free_bytes: int) -> None:
+        """How large the disk is and what is free on it; meets the limit that follows from it.
+
+        Not used while removals are queued: their bytes would count as neither ours nor free.
+        """
+        with self._lock:
+            if self._doomed or not disk_bytes:
+                return
+            reserve = self._reserve_bytes
+            if reserve is None:
+                reserve = min(RESERVE_BYTES, int(disk_bytes * RESERVE_SHARE))
+            written = self._table.bytes - self._queue.bytes + self._overhead()
+            self._space = written + free_bytes - reserve
+            self._make_room(0)
+
+    def set_index_bytes(self, nbytes: int) -> None:
+        with self._lock:
+            self._index_bytes = nbytes
+            self._make_room(0)
+
+    @property
+    def changes(self) -> int:
+        """How much SQLite has not been told."""
+        return self._table.changes
+
+    @property
+    def settled(self) -> bool:
+        """Whether files and SQLite are as the ledger has them."""
+        with self._lock:
+            return not self._doomed and not self._table.changes
+
+    def take_changes(self, limit: int) -> list[Change]:
+        with self._lock:
+            return self._table.take_changes(limit)
+
+    def give_back(self, changes: list[Change]) -> None:
+        with self._lock:
+            self._table.give_back(changes)
+
+    def mark_all_changed(self) -> None:
+        with self._lock:
+            self._table.mark_all_changed()
+
+    def audit(self) -> tuple[list[str], dict[Key, Row], dict[Key, int]]:
+        """Contradictions, the rows that SQLite should have, and the sizes that files should have."""
+        with self._lock:
+            found = self._table.check()
+            if self._table.bytes > max(0, self._limit()):
+                found.append(f"blocks take up {self._table.bytes} bytes, {self._limit()} are allowed")
+            sizes = {e.key: e.meta.file_size for e in self._table.entries() if e.pending is None}
+            return found, self._table.rows(), sizes

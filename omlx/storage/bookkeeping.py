@@ -1,0 +1,94 @@
+"""Small records that both tiers keep. The caller's lock protects them."""
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from omlx.storage.tensor_file import BlockMeta
+
+Key = tuple[str, bytes]  # a name space (a store's name, a model's folder) and a block hash
+
+
+class ChildMap:
+    """Which blocks follow a block. Most have one child, so one is kept without a container."""
+
+    def __init__(self) -> None:
+        self._children: dict[Key, bytes | dict[bytes, None]] = {}
+
+    def add(self, parent: Key, child: bytes) -> None:
+        known = self._children.get(parent)
+        if known is None or known == child:
+            self._children[parent] = child
+        elif isinstance(known, bytes):
+            self._children[parent] = {known: None, child: None}
+        else:
+            known[child] = None
+
+    def remove(self, parent: Key, child: bytes) -> None:
+        known = self._children.get(parent)
+        if isinstance(known, dict):
+            known.pop(child, None)
+        if known == child or known == {}:
+            del self._children[parent]
+
+    def of(self, parent: Key) -> Iterator[bytes]:
+        """The children, oldest first."""
+        known = self._children.get(parent)
+        return iter(()) if known is None else iter((known,) if isinstance(known, bytes) else known)
+
+    def pairs(self) -> set[tuple[Key, bytes]]:
+        return {(parent, child) for parent in self._children for child in self.of(parent)}
+
+
+class Pins:
+    """How many holders each block has."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[Key] = Counter()
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._counts
+
+    def add(self, key: Key) -> None:
+        self._counts[key] += 1
+
+    def remove(self, key: Key) -> None:
+        """Raises ValueError if the block is not pinned."""
+        if key not in self._counts:
+            raise ValueError(f"block {key[1].hex()} is not pinned")
+        self._counts[key] -= 1
+        if not self._counts[key]:
+            del self._counts[key]
+
+
+class Gone(NamedTuple):
+    """A block that a tier gave up, and what happened to it."""
+
+    meta: BlockMeta
+    reason: str
+
+
+class GoneBlocks:
+    """The last blocks that a tier gave up, so that a miss can be explained. Only in memory, and bounded."""
+
+    _MOST = 4096
+
+    def __init__(self) -> None:
+        self._gone: OrderedDict[Key, Gone] = OrderedDict()
+        self._children = ChildMap()
+
+    def add(self, name: str, meta: BlockMeta, reason: str) -> None:
+        self._forget((name, meta.block_hash))
+        self._gone[name, meta.block_hash] = Gone(meta, reason)
+        self._children.add((name, meta.parent), meta.block_hash)
+        while len(self._gone) > self._MOST:
+            self._forget(next(iter(self._gone)))
+
+    def after(self, name: str, parent: bytes) -> list[Gone]:
+        """Those that followed a block, the last one last."""
+        return [self._gone[name, block_hash] for block_hash in self._children.of((name, parent))]
+
+    def _forget(self, key: Key) -> None:
+        gone = self._gone.pop(key, None)
+        if gone is not None:
+            self._children.remove((key[0], gone.meta.parent), key[1])

@@ -1,0 +1,78 @@
+"""Deleting the blocks of a cache root that no process works on."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from omlx.errors import OmlxError
+from omlx.storage.disk_index import IndexFile
+from omlx.storage.folder import INDEX_NAME, FolderLock, walk
+from omlx.storage.survey import Wanted, everything, features, folder_of
+
+
+class Cleared(NamedTuple):
+    """How many blocks and images' features were deleted, and the bytes of all these files."""
+
+    blocks: int
+    bytes: int
+    images: int
+
+
+def clear(root: Path, wanted: Wanted = everything) -> Cleared:
+    """Deletes the blocks in the wanted folders with their index entries, and image features; else nothing.
+
+    Raises StoreLocked if a process works on the root, OmlxError if something cannot be deleted.
+    """
+    try:
+        with _locked(root):
+            index = IndexFile(root / INDEX_NAME)
+            try:
+                cleared = _delete_files(root, wanted)
+                gone = [key for key in index.rows() if wanted(key[0])]
+                index.save([(key, None) for key in gone])
+            except BaseException:
+                index.close(clean=False)  # the next start compares files and index
+                raise
+            index.close(clean=index.clean)
+    except OSError as error:
+        raise OmlxError(f"the cache folder {root} cannot be cleared: {error}") from error
+    return cleared
+
+
+@contextlib.contextmanager
+def _locked(root: Path) -> Iterator[None]:
+    lock = FolderLock(root)
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _delete_files(root: Path, wanted: Wanted) -> Cleared:
+    blocks = size = 0
+    shards = set()
+    for file in list(walk(root)):
+        shard = file.path.parent
+        if not wanted(folder_of(root, shard)) or file.path.is_dir():
+            continue
+        if file.key is not None:
+            blocks, size = blocks + 1, size + file.path.lstat().st_size
+        file.path.unlink(missing_ok=True)
+        shards.add(shard)
+    images = features(root, wanted)
+    for image in images:
+        image.path.unlink(missing_ok=True)
+    _remove_empty(root, shards | {image.path.parent for image in images})
+    return Cleared(blocks, size + sum(image.nbytes for image in images), len(images))
+
+
+def _remove_empty(root: Path, emptied: set[Path]) -> None:
+    """The folders that held our files, as far as nothing else is in them."""
+    for inner in emptied:
+        for folder in (inner, *inner.parents):
+            if folder == root:
+                break
+            with contextlib.suppress(OSError):
+                os.rmdir(folder)

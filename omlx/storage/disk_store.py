@@ -1,0 +1,436 @@
+"""The block files under one cache root: one `DiskStore` per root and process, with one writer thread.
+
+What is kept and what goes is decided by its `BlockLedger`; here is all that touches files. `open_store`
+hands out the store that there is.
+"""
+
+import atexit
+import contextlib
+import errno
+import logging
+import os
+import sqlite3
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from omlx.storage.block_ledger import BlockLedger
+from omlx.storage.bookkeeping import Key
+from omlx.storage.disk_index import Change, Entry, IndexFile, Pending, is_lost
+from omlx.storage.folder import INDEX_NAME, FolderLock, StoreLocked, block_path, key_of, make_folder, remove
+from omlx.storage.recovery import compare, find_blocks, stale_entry
+from omlx.storage.tensor_file import BlockBuffer, BlockMeta, DamagedBlock
+from omlx.storage.write_queue import Task, WriteQueue
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+DEFAULT_QUEUE_BYTES = 256 << 20
+
+_COMMIT_ROWS = 64  # small transactions keep SQLite's journal small
+_OPEN_WAIT_S = 2.0  # a start waits this long for the index to be complete, then goes on without
+_RETRY_S = (0.5, 30.0)  # after a failure: first wait, longest wait
+_SAY_AGAIN_S = 60.0
+_EXIT_TIMEOUT_S = 30.0
+_SETTLE_S = 10.0  # how long a file beside the blocks waits for the removals that make room for it
+# Nothing is wrong with the file: the process or the machine was short of something.
+_PASSING = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.EAGAIN))
+
+
+class DiskStore:
+    """Blocks of all models under `root`, in files of at most `max_bytes` in total; thread-safe.
+
+    `blocks` takes and answers for them. A folder that cannot be used now is no error: the store is
+    empty, says so once in the log, and tries again. Raises StoreLocked if another process has it.
+    """
+
+    def __init__(self, root: Path, max_bytes: int, queue_bytes: int, reserve_bytes: int | None) -> None:
+        self.root = root
+        self.index_damaged = 0  # how often the index file had to be made anew
+        self._queue = WriteQueue("omlx-writer", queue_bytes, self._work, self._rest, self._end)
+        self.blocks = BlockLedger(root, max_bytes, reserve_bytes, self._queue)
+        self._pid = os.getpid()
+        self._lock_file: FolderLock | None = None
+        self._index: IndexFile | None = None
+        self._complete = threading.Event()
+        self._troubles: set[str] = set()
+        self._said_at: dict[str, float] = {}
+        self._retry_s, self._retry_at = _RETRY_S[0], 0.0
+        try:
+            self._connect()
+        except OSError as exc:
+            self._trouble("open", exc)
+        self._queue.append(("call", self._complete_index))
+        self._queue.start()
+        self._complete.wait(_OPEN_WAIT_S)
+
+    # ---- reading
+
+    def fetch(self, key: Key, read: Callable[[Path, BlockMeta], T]) -> BlockBuffer | T | None:
+        """The block itself while its write is queued, else what `read(path, meta)` makes of its file.
+
+        None if there is no such block. A file that is damaged or gone is a miss: it is counted,
+        removed and forgotten.
+        """
+        for _ in range(3):
+            entry = self.blocks.entry(key)
+            if entry is None:
+                return None
+            pending = entry.pending
+            if pending is not None:
+                return pending.block
+            try:
+                return read(block_path(self.root, key), entry.meta)
+            except (DamagedBlock, OSError) as exc:
+                if self.blocks.in_force(entry):
+                    self._read_failed(entry, exc)
+                    return None
+                # It was evicted or written again meanwhile: look once more.
+        return None
+
+    def _read_failed(self, entry: Entry, error: DamagedBlock | OSError) -> None:
+        if (isinstance(error, OSError) and error.errno in _PASSING) or not self._connected():
+            self._trouble("read", error)
+            self._queue.wake_in(0)
+        elif self.blocks.drop_damaged(entry):
+            path = block_path(self.root, entry.key)
+            log.warning(
+                "block file %s is damaged or gone (%s): it will be stored again when next computed", path, error
+            )
+
+    # ---- the writer thread's tasks
+
+    def _work(self, task: Task) -> None:
+        kind, subject = task
+        if kind == "write":
+            self._write(subject)
+        elif kind == "unlink":
+            self._unlink(subject)
+        else:
+            subject()
+        if self.blocks.changes >= _COMMIT_ROWS:
+            self._commit()
+        self._queue_waiting()
+
+    def _write(self, entry: Entry) -> None:
+        pending = self.blocks.pending(entry)
+        if pending is None:
+            return  # evicted or deleted before its turn
+        try:
+            self._ensure_connected()
+            self._measure()
+            self._write_file(block_path(self.root, entry.key), pending, entry.meta)
+        except (OSError, StoreLocked) as exc:
+            self.blocks.write_failed(entry, pending)
+            self._back_off()
+            self._trouble("write", exc)
+        else:
+            self.blocks.written(entry)
+            self._works("open", "read", "write")
+
+    @staticmethod
+    def _write_file(path: Path, pending: Pending, meta: BlockMeta) -> None:
+        try:
+            pending.write(path, pending.block, meta)
+        except FileNotFoundError:
+            make_folder(path.parent)
+            pending.write(path, pending.block, meta)
+        except IsADirectoryError:
+            remove(path)
+            pending.write(path, pending.block, meta)
+
+    def _unlink(self, path: Path) -> None:
+        self.blocks.unlinked(path)
+        try:
+            remove(path)
+        except OSError as exc:
+            self._trouble("unlink", exc)
+            self._keep_stale(path)
+        else:
+            self._works("unlink")
+
+    def _keep_stale(self, path: Path) -> None:
+        """Counts a file that could not be removed; it is tried again when room is needed."""
+        with contextlib.suppress(OSError):
+            self.blocks.add_found(stale_entry(key_of(self.root, path), path.stat().st_size))
+            self.blocks.in_order()
+
+    def _queue_waiting(self) -> None:
+        if self.blocks.waits:
+            wait_s = self._retry_at - time.monotonic()
+            if wait_s > 0:
+                self._queue.wake_in(wait_s)
+            else:
+                self.blocks.queue_waiting()
+
+    def _rest(self) -> None:
+        """Nothing is left to do for now."""
+        self._queue_waiting()
+        if not self._connected() and time.monotonic() >= self._retry_at:
+            try:
+                self._ensure_connected()
+                self._works("open", "read")
+            except (OSError, StoreLocked) as exc:
+                self._back_off()
+                self._trouble("open", exc)
+        self._measure()
+        self._commit()
+
+    def _end(self) -> None:
+        self._commit()
+        self._disconnect(clean=self._complete.is_set() and self.blocks.settled)
+
+    # ---- the folder: usable, gone, back again
+
+    def _connected(self) -> bool:
+        lock = self._lock_file
+        return lock is not None and lock.in_place()
+
+    def _ensure_connected(self) -> None:
+        """Raises OSError or StoreLocked if the folder cannot be used now."""
+        if not self._connected():
+            self._connect()
+            self._complete_index()
+
+    def _connect(self) -> None:
+        """Opens the folder. Until that works, what is known of it is kept: it may come back as it was."""
+        make_folder(self.root)
+        lock = FolderLock(self.root)
+        try:
+            index = IndexFile(self.root / INDEX_NAME)
+        except OSError:
+            lock.release()
+            raise
+        if self._lock_file is not None:
+            self._disconnect(clean=False)
+            self.blocks.folder_lost()
+        self._lock_file, self._index = lock, index
+        self.index_damaged += index.damaged
+        self.blocks.load(index.take_entries(), index.nbytes())
+        self._measure()
+        self.blocks.make_room()
+
+    def _disconnect(self, *, clean: bool) -> None:
+        if self._index is not None and self._lock_file is not None:
+            self._index.close(clean=clean)
+            self._lock_file.release()
+        self._index = self._lock_file = None
+
+    def _complete_index(self) -> None:
+        """Looks through the folder if the last process did not end well, or the index was lost."""
+        try:
+            if self._index is not None and not self._index.clean:
+                there = set()
+                for key, entry in find_blocks(self.root, self.blocks.is_known, self._found_damaged):
+                    there.add(key)
+                    if entry is not None:
+                        self.blocks.add_found(entry)
+                self.blocks.keep_only(there)
+                self.blocks.in_order()
+        finally:
+            self._complete.set()
+
+    def _found_damaged(self, key: Key, error: DamagedBlock) -> None:
+        path = block_path(self.root, key)
+        log.warning("block file %s is damaged (%s): it is removed", path, error)
+        self.blocks.found_damaged(key)
+        self._unlink(path)
+
+    def _measure(self) -> None:
+        with contextlib.suppress(OSError):
+            disk = os.statvfs(self.root)
+            self.blocks.set_space(disk.f_blocks * disk.f_frsize, disk.f_bavail * disk.f_frsize)
+
+    def _commit(self) -> None:
+        """Tells SQLite what changed, and meets the limit with the index's new size."""
+        index = self._index
+        if index is None:
+            return
+        while changes := self.blocks.take_changes(_COMMIT_ROWS):
+            try:
+                index.save(changes)
+                self._works("index")
+            except sqlite3.Error as exc:
+                self._commit_failed(index, changes, exc)
+                break
+        self.blocks.set_index_bytes(index.nbytes())
+
+    def _commit_failed(self, index: IndexFile, changes: list[Change], error: sqlite3.Error) -> None:
+        self._trouble("index", error)
+        self._back_off()
+        self.blocks.give_back(changes)
+        if is_lost(error) and self._connected():
+            self.index_damaged += 1
+            self.blocks.mark_all_changed()
+            try:
+                index.make_again()
+            except (OSError, sqlite3.Error) as exc:
+                self._trouble("index", exc)
+
+    def _back_off(self) -> None:
+        self._retry_at = time.monotonic() + self._retry_s
+        self._queue.wake_in(self._retry_s)
+        self._retry_s = min(2 * self._retry_s, _RETRY_S[1])
+
+    def _trouble(self, what: str, error: Exception) -> None:
+        """Says so once until it works again, and not more often than now and then."""
+        now = time.monotonic()
+        if what not in self._troubles and now - self._said_at.get(what, -_SAY_AGAIN_S) >= _SAY_AGAIN_S:
+            log.warning("cache folder %s, %s: %s; serving goes on without it until it works", self.root, what, error)
+            self._said_at[what] = now
+        self._troubles.add(what)
+
+    def _works(self, *what: str) -> None:
+        if "open" in what:
+            self._retry_s, self._retry_at = _RETRY_S[0], 0.0
+        if self._troubles.intersection(what):
+            self._troubles.difference_update(what)
+            log.info("cache folder %s works again (%s)", self.root, ", ".join(what))
+
+    # ---- flush, check, close
+
+    def flush(self, timeout_s: float | None = None) -> bool:
+        """Waits until everything kept so far is on disk. False if it took too long or could not be written."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        errors = self.blocks.write_errors
+        while True:
+            nothing_waits = self.blocks.queue_waiting()
+            if not self._queue.call(self._commit, _left(deadline)) or self.blocks.write_errors > errors:
+                return False
+            if nothing_waits:
+                # Removals that this commit asked for come behind it.
+                return self.blocks.settled or self._queue.call(self._commit, _left(deadline))
+
+    def settle(self, timeout_s: float) -> bool:
+        """Waits until all removals and writes asked for so far were tried. False if that took too long."""
+        return self._queue.call(lambda: None, timeout_s)
+
+    def check(self, timeout_s: float = 60.0) -> list[str]:
+        """Contradictions between memory, SQLite and the files, in all directions; for a store at rest."""
+        found: list[str] = []
+        self.flush(timeout_s)
+        if not self._queue.call(lambda: found.extend(self._compare()), timeout_s):
+            found.append("the writer thread does not answer")
+        return found
+
+    def _compare(self) -> list[str]:
+        found, rows, sizes = self.blocks.audit()
+        if self._index is None:
+            return [*found, "the folder cannot be used now"]
+        try:
+            if self._index.rows() != rows:
+                found.append("SQLite holds other rows than memory")
+        except sqlite3.Error as exc:
+            found.append(f"the index file cannot be read: {exc}")
+        return found + compare(self.root, sizes)
+
+    def close(self, timeout_s: float) -> bool:
+        """Writes what is queued, then gives the folder free. False if that took too long: the rest is lost."""
+        if os.getpid() != self._pid:
+            return False  # a forked child has no writer thread
+        deadline = time.monotonic() + timeout_s
+        flushed = self.flush(timeout_s)
+        self.blocks.close()
+        return self._queue.close(max(0.1, deadline - time.monotonic())) and flushed
+
+    def leave_to_parent(self) -> None:
+        """In a forked child: the folder stays the parent's, and is free when the parent ends."""
+        if self._lock_file is not None:
+            self._lock_file.release()
+
+
+def _left(deadline: float | None) -> float | None:
+    """Seconds until a deadline of `time.monotonic`; None has no end."""
+    return None if deadline is None else max(0.0, deadline - time.monotonic())
+
+
+# ---- one store per root and process
+
+_open_stores: dict[Path, tuple[DiskStore, int]] = {}
+_side_bytes: dict[Path, int] = {}  # what others keep in folders that lie, or may come to lie, under a root
+_registry_lock = threading.Lock()
+
+
+def open_store(root: Path, max_bytes: int, queue_bytes: int, reserve_bytes: int | None = None) -> DiskStore:
+    """The store of this root, opened by the first of its users; the lowest limit holds. Raises StoreLocked."""
+    root = Path(os.path.realpath(root))
+    with _registry_lock:
+        store, users = _open_stores.get(root, (None, 0))
+        if store is None:
+            store = DiskStore(root, max_bytes, queue_bytes, reserve_bytes)
+            for folder, nbytes in _side_bytes.items():
+                if folder.is_relative_to(root):
+                    store.blocks.count_other_files(str(folder), nbytes)
+        else:
+            store.blocks.lower_limit(max_bytes)
+        _open_stores[root] = (store, users + 1)
+        return store
+
+
+def release_store(store: DiskStore, timeout_s: float) -> bool:
+    """Ends one use: waits until all is written. The last user closes the store. False if that took too long."""
+    with _registry_lock:
+        registered, users = _open_stores.get(store.root, (None, 0))
+        if registered is not store:
+            return False  # closed already, or a forked child that let go of it
+        if users == 1:
+            del _open_stores[store.root]
+            return store.close(timeout_s)
+        _open_stores[store.root] = (store, users - 1)
+    return store.flush(timeout_s)
+
+
+# ---- other files under a root: they count towards its limit
+
+
+def side_room(folder: Path) -> int | None:
+    """How many bytes files in `folder` may take up at most because of the root it lies under; None if under none."""
+    with _registry_lock:
+        return min((store.blocks.room_for_others(str(folder)) for store in _stores_above(folder)), default=None)
+
+
+def reserve_side_files(folder: Path, nbytes: int) -> bool:
+    """Others' files in `folder`, a resolved path, are about to take up `nbytes`; makes room for them under its root.
+
+    Waits until the blocks that have to go are gone. False, and nothing changed, if there cannot be so much room.
+    """
+    with _registry_lock:
+        stores = _stores_above(folder)
+        if not all(store.blocks.reserve_for_others(str(folder), nbytes) for store in stores):
+            return False
+        _side_bytes[folder] = nbytes
+    for store in stores:
+        store.settle(_SETTLE_S)
+    return True
+
+
+def count_side_files(folder: Path, nbytes: int) -> None:
+    """Others' files in `folder`, a resolved path, take up `nbytes`, also after whoever keeps them has closed."""
+    with _registry_lock:
+        _side_bytes[folder] = nbytes
+        for store in _stores_above(folder):
+            store.blocks.count_other_files(str(folder), nbytes)
+
+
+def _stores_above(folder: Path) -> list[DiskStore]:
+    return [store for root, (store, _) in _open_stores.items() if folder.is_relative_to(root)]
+
+
+def _close_all() -> None:
+    """An interpreter that just ends loses nothing, and does not wait for ever."""
+    for store, _ in list(_open_stores.values()):
+        store.close(_EXIT_TIMEOUT_S)
+
+
+def _after_fork_in_child() -> None:
+    global _registry_lock
+    _registry_lock = threading.Lock()  # another thread may have held it
+    for store, _ in _open_stores.values():
+        store.leave_to_parent()
+    _open_stores.clear()
+
+
+atexit.register(_close_all)
+os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -1,0 +1,186 @@
+"""Names and places under a cache root: which files are ours, and who may change them.
+
+A file is ours by its place and its name alone, so what others put there is never touched.
+"""
+
+import contextlib
+import fcntl
+import os
+import re
+import time
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import unquote
+
+from omlx.errors import OmlxError
+from omlx.storage.bookkeeping import Key
+from omlx.storage.tensor_file import TEMP_PREFIX, TEMP_SUFFIX
+
+LOCK_NAME = ".lock"
+INDEX_NAME = "index.sqlite"
+SUFFIX = ".safetensors"
+MAX_HASH_BYTES = 64
+
+_HEX = "0123456789abcdef"
+_MAX_DEPTH = 3  # a model's folder lies at most this deep: nobody's home folder is searched through
+_BLOCK_NAME = re.compile(rf"(?:[0-9a-f]{{2}}){{1,{MAX_HASH_BYTES}}}\.safetensors")
+
+
+class StoreLocked(OmlxError):
+    """Another process works on the cache folder."""
+
+
+class FoundFile(NamedTuple):
+    """A file of ours under the root; a block's folder is "" for the root itself, else "a" or "a/b"."""
+
+    path: Path
+    key: Key | None  # None for a temporary file
+
+
+@lru_cache(maxsize=1024)
+def check_folder(folder: str) -> str:
+    """The folder if it lies under the root and cannot be taken for a shard, else ValueError."""
+    parts = folder.split("/") if folder else []
+    if len(parts) > _MAX_DEPTH or any(part in ("", ".", "..", *_HEX) for part in parts) or "\0" in folder:
+        raise ValueError(f"{folder!r} cannot be a model's folder under a cache root")
+    return folder
+
+
+def folder_name(model_name: str) -> str:
+    """A model's folder under the cache root: one safe path component, distinct for distinct names.
+
+    Letters, digits, "-" and "_" stay, and dots that do not lead; the rest is written as %XX of its
+    UTF-8 bytes. One-letter names (a shard's name) get a "%" in front.
+    """
+    name = escaped(model_name, "._-")
+    return name if len(name) > 1 else f"%{name}"
+
+
+def escaped(text: str, kept: str) -> str:
+    """The text with all but letters, digits and `kept`, and a leading dot, as %XX of its UTF-8 bytes."""
+    safe = re.sub(rf"[^A-Za-z0-9{re.escape(kept)}]", _percent, text)
+    return re.sub(r"^\.", "%2E", safe)
+
+
+def _percent(match: re.Match[str]) -> str:
+    return "".join(f"%{byte:02X}" for byte in match[0].encode("utf-8", "surrogatepass"))
+
+
+def model_of(folder: str) -> str:
+    """The model that `folder_name` made this folder for; for people, since other folders have no such name."""
+    return unquote(folder.removeprefix("%") if len(folder) == 2 else folder)
+
+
+def check_hash(block_hash: bytes) -> bytes:
+    if not 1 <= len(block_hash) <= MAX_HASH_BYTES:
+        raise ValueError(f"a block hash has 1 to {MAX_HASH_BYTES} bytes, not {len(block_hash)}")
+    return block_hash
+
+
+def block_path(root: Path, key: Key) -> Path:
+    """<root>/<folder>/<first hex digit>/<hash in hex>.safetensors"""
+    name = key[1].hex()
+    return Path(root, key[0], name[:1], name + SUFFIX)
+
+
+def key_of(root: Path, path: Path) -> Key:
+    """The other way round."""
+    folder = path.parent.parent.relative_to(root).as_posix()
+    return "" if folder == "." else folder, bytes.fromhex(path.stem)
+
+
+def make_folder(path: Path) -> None:
+    """Makes a folder and what is missing above it; only the owner can look into them. Raises OSError."""
+    try:
+        os.mkdir(path, 0o700)
+    except FileNotFoundError:
+        make_folder(path.parent)
+        make_folder(path)
+    except FileExistsError:
+        if not path.is_dir():
+            raise
+
+
+def walk(root: Path) -> Iterator[FoundFile]:
+    """Every block file and temporary file of ours under the root; folders that cannot be read are left out."""
+    yield from _walk(root, "", _MAX_DEPTH)
+
+
+def _walk(directory: Path, folder: str, depth: int) -> Iterator[FoundFile]:
+    for name in _subfolders(directory):
+        if name in _HEX:
+            yield from _shard(directory / name, folder)
+        elif depth:
+            yield from _walk(directory / name, f"{folder}/{name}" if folder else name, depth - 1)
+
+
+def folders(root: Path, depth: int = _MAX_DEPTH) -> Iterator[Path]:
+    """The root and the folders under it that may be a model's or hold other files of ours; shards are left out."""
+    yield root
+    for name in _subfolders(root) if depth else ():
+        if name not in _HEX:
+            yield from folders(root / name, depth - 1)
+
+
+def _subfolders(directory: Path) -> list[str]:
+    with contextlib.suppress(OSError), os.scandir(directory) as entries:
+        return [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
+    return []
+
+
+def _shard(shard: Path, folder: str) -> Iterator[FoundFile]:
+    try:
+        names = os.listdir(shard)
+    except OSError:
+        return
+    for name in names:
+        if name.startswith(TEMP_PREFIX) and name.endswith(TEMP_SUFFIX):
+            yield FoundFile(shard / name, None)
+        elif name[0] == shard.name and _BLOCK_NAME.fullmatch(name):
+            yield FoundFile(shard / name, (folder, bytes.fromhex(name.removesuffix(SUFFIX))))
+
+
+def remove(path: Path) -> None:
+    """Takes a file away; a folder in its place is set aside under another name. Raises OSError."""
+    try:
+        os.unlink(path)
+    except FileNotFoundError:
+        pass
+    except OSError:
+        if not path.is_dir():
+            raise
+        os.rename(path, path.with_name(f"{path.name}.set-aside-{time.time_ns()}"))
+
+
+class FolderLock:
+    """The right to change files under a root: a lock on <root>/.lock, held until `release` or the process's end.
+
+    Raises StoreLocked, naming the process that has it; OSError if the folder cannot be used.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._path = root / LOCK_NAME
+        self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as exc:
+            holder = os.pread(self._fd, 32, 0).decode("ascii", "replace").strip()
+            os.close(self._fd)
+            if isinstance(exc, BlockingIOError):
+                raise StoreLocked(f"the cache folder {root} is in use by process {holder or 'unknown'}") from exc
+            raise
+        with contextlib.suppress(OSError):  # on a full disk the number is missing, the lock holds
+            os.ftruncate(self._fd, 0)
+            os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
+
+    def in_place(self) -> bool:
+        """Whether the folder still is the one that was locked: not deleted, moved away or unmounted."""
+        try:
+            return os.path.samestat(os.stat(self._path), os.fstat(self._fd))
+        except OSError:
+            return False
+
+    def release(self) -> None:
+        os.close(self._fd)

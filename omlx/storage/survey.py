@@ -1,0 +1,243 @@
+"""A cache root seen from outside: what its files hold, what its index says, where they differ.
+
+Nothing is changed, and no lock is taken: a server may work on the folder meanwhile.
+"""
+
+import contextlib
+import fcntl
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+from omlx.storage.bookkeeping import Key
+from omlx.storage.disk_index import Entry, read_index
+from omlx.storage.feature_file import SUFFIX as FEATURE_SUFFIX
+from omlx.storage.feature_file import FeatureKey, feature_name, read_feature_file, read_label
+from omlx.storage.folder import INDEX_NAME, LOCK_NAME, block_path, folder_name, folders, walk
+from omlx.storage.recovery import stale_entry
+from omlx.storage.tensor_file import DamagedBlock, UnknownFormat, read_block_file, read_header
+
+_LOOKS, _SETTLE_S = 5, 2.0  # how often and after how long a difference in a folder in use is looked at again
+
+Wanted = Callable[[str], bool]  # which models' folders
+
+
+class FeatureFile(NamedTuple):
+    """The features of one image."""
+
+    path: Path
+    key: FeatureKey
+    nbytes: int
+
+
+class FolderUsage(NamedTuple):
+    """What one model has under the root. `used_ns` is the last use; `stale` blocks are files that are never read."""
+
+    folder: str
+    blocks: int
+    tokens: int
+    nbytes: int
+    stale: int
+    used_ns: int
+
+
+def holder(root: Path) -> int | None:
+    """The process that works on the root now, None if nobody does."""
+    try:
+        fd = os.open(root / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        text = os.pread(fd, 32, 0).strip()
+        pid = int(text) if text.isdigit() else 0
+        # The lock is tried only if that process lives: trying it might refuse one that is starting.
+        if not psutil.pid_exists(pid):
+            return None
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return pid
+    except OSError:
+        return None
+    finally:
+        os.close(fd)
+    return None
+
+
+def everything(folder: str) -> bool:
+    """Wants all models' folders."""
+    return True
+
+
+def folder_of(root: Path, shard: Path) -> str:
+    """The model's folder, as in a block's key, that a shard lies in."""
+    folder = shard.parent.relative_to(root).as_posix()
+    return "" if folder == "." else folder
+
+
+def blocks(root: Path, wanted: Wanted = everything) -> list[Entry]:
+    """Every block file there is, with its real size, least recently used first.
+
+    What the index does not know is described from the file's header.
+    """
+    indexed = _index_or_nothing(root)
+    found = [_describe(file.path, file.key, indexed) for file in walk(root) if file.key and wanted(file.key[0])]
+    return sorted((entry for entry in found if entry is not None), key=lambda entry: entry.used)
+
+
+def features(root: Path, wanted: Wanted = everything) -> list[FeatureFile]:
+    """Every file of image features under the root, of the models whose folder is wanted."""
+    found = (_feature(path) for folder in folders(root) for path in sorted(folder.glob(f"*{FEATURE_SUFFIX}")))
+    return [file for file in found if file and wanted(folder_name(file.key.model_name))]
+
+
+def _feature(path: Path) -> FeatureFile | None:
+    with contextlib.suppress(OSError):
+        key = read_label(path)
+        if key is not None and feature_name(key) == path.name:
+            return FeatureFile(path, key, path.stat().st_size)
+    return None
+
+
+def usage(entries: Iterable[Entry]) -> list[FolderUsage]:
+    """The blocks summed up by folder, in the order of names."""
+    sums: dict[str, FolderUsage] = {}
+    for e in entries:
+        old = sums.get(e.folder, FolderUsage(e.folder, 0, 0, 0, 0, 0))
+        tokens, size = old.tokens + e.meta.token_count, old.nbytes + e.meta.file_size
+        used = max(old.used_ns, e.used)
+        sums[e.folder] = FolderUsage(e.folder, old.blocks + 1, tokens, size, old.stale + e.stale, used)
+    return sorted(sums.values())
+
+
+def _index_or_nothing(root: Path) -> dict[Key, Entry]:
+    with contextlib.suppress(OSError, ValueError):
+        return {entry.key: entry for entry in read_index(root / INDEX_NAME)}
+    return {}
+
+
+def _describe(path: Path, key: Key, indexed: dict[Key, Entry]) -> Entry | None:
+    """None if the file is gone meanwhile."""
+    try:
+        stat = path.stat()
+        known = indexed.get(key)
+        if known is not None:
+            return replace(known, meta=replace(known.meta, file_size=stat.st_size))
+        try:
+            return Entry(key[0], replace(read_header(path)[1], block_hash=key[1]), stat.st_mtime_ns)
+        except DamagedBlock:
+            return replace(stale_entry(key, stat.st_size), used=stat.st_mtime_ns)
+    except OSError:
+        return None
+
+
+# ---- verify
+
+
+class Problem(NamedTuple):
+    """Something that is not as it should be; `subject` is the block or the file that it is about."""
+
+    subject: Key | Path
+    text: str
+
+
+def verify(root: Path, wanted: Wanted = everything) -> list[Problem]:
+    """Index against files, both ways, and every checksum; reads all files.
+
+    If a process works on the root, what is wrong is looked at again for some seconds, and counts if it stays so:
+    files and index are a moment apart while blocks are written and removed.
+    """
+    found = [*_index_problem(root), *_temporary_files(root, wanted)]
+    rows = _index_or_nothing(root)
+    keys = {file.key for file in walk(root) if file.key} | rows.keys()
+    found += _block_problems(root, sorted(key for key in keys if wanted(key[0])), rows)
+    found += _feature_problems(features(root, wanted))
+    for _ in range(_LOOKS if found and holder(root) is not None else 0):
+        time.sleep(_SETTLE_S)
+        found = _still_there(root, wanted, found)
+        if not found:
+            break
+    return found
+
+
+def _still_there(root: Path, wanted: Wanted, before: list[Problem]) -> list[Problem]:
+    suspects = [problem.subject for problem in before if not isinstance(problem.subject, Path)]
+    now = [*_index_problem(root), *_temporary_files(root, wanted)]
+    now += _feature_problems(features(root, wanted))
+    return [p for p in now if p in before] + list(_block_problems(root, suspects, _index_or_nothing(root)))
+
+
+def _index_problem(root: Path) -> Iterator[Problem]:
+    path = root / INDEX_NAME
+    try:
+        read_index(path)
+    except FileNotFoundError:
+        if any(file.key for file in walk(root)):
+            yield Problem(path, f"{path} is missing")
+    except (OSError, ValueError) as error:
+        yield Problem(path, str(error))
+
+
+def _temporary_files(root: Path, wanted: Wanted) -> Iterator[Problem]:
+    for file in walk(root):
+        if file.key is None and wanted(folder_of(root, file.path.parent)):
+            with contextlib.suppress(OSError):  # renamed meanwhile, as it should be
+                # With its time: another write under the same name is another problem.
+                since = time.strftime("%F %T", time.localtime(file.path.stat().st_mtime))
+                yield Problem(file.path, f"{file.path} is a temporary file that nobody finished, of {since}")
+
+
+def _feature_problems(files: Iterable[FeatureFile]) -> Iterator[Problem]:
+    for file in files:
+        try:
+            read_feature_file(file.path, file.key, lambda spec: memoryview(bytearray(spec.nbytes)))
+        except FileNotFoundError:  # evicted meanwhile
+            continue
+        except DamagedBlock as error:
+            yield Problem(file.path, f"{file.path} is damaged: {error}")
+        except OSError as error:
+            yield Problem(file.path, f"{file.path} cannot be read: {error.strerror or error}")
+
+
+def _block_problems(root: Path, keys: Iterable[Key], rows: dict[Key, Entry]) -> Iterator[Problem]:
+    for key in keys:
+        text = _examine(block_path(root, key), key, rows.get(key))
+        if text is not None:
+            yield Problem(key, text)
+
+
+def _examine(path: Path, key: Key, row: Entry | None) -> str | None:
+    """What is wrong with a block, None if all is well."""
+    try:
+        size = path.stat().st_size
+        if row is None:
+            return f"{path} is not in the index{_contents(path, key)}"
+        if size != row.meta.file_size:
+            return f"{path} has {size} bytes, the index says {row.meta.file_size}"
+        if not row.stale:
+            read_block_file(path, row.meta)
+    except FileNotFoundError:
+        return f"{path} is in the index and not there" if row else None
+    except DamagedBlock as error:
+        return f"{path} is damaged: {error}"
+    except OSError as error:
+        return f"{path} cannot be read: {error.strerror or error}"
+    return None
+
+
+def _contents(path: Path, key: Key) -> str:
+    """What is to be said of a file that the index does not know."""
+    try:
+        _, meta = read_header(path)
+        if meta.block_hash != key[1]:
+            return ", and holds another block"
+        read_block_file(path, meta)
+    except UnknownFormat:
+        return ", and of another version"
+    except DamagedBlock as error:
+        return f", and damaged: {error}"
+    return ""

@@ -1,0 +1,348 @@
+"""One block as bytes: its tensors in one buffer, and the file that holds them.
+
+docs/FORMAT.md describes the file. Its header is a function of the tensors' specs and the block's
+metadata, so a reader that knows both compares bytes instead of parsing: a file that was swapped,
+cut or changed cannot pass for the one that was asked for.
+"""
+
+import base64
+import contextlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import accumulate
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+FORMAT_VERSION = "1"
+ALIGNMENT = 64
+TEMP_PREFIX, TEMP_SUFFIX = ".omlx-", ".tmp"
+
+_IOV_MAX = 1024
+_HASH_STRIDE = 1 << 20  # bytes read before they are hashed: they are in the processor's cache then
+_MAX_HEADER = 64 << 20
+_LENGTH_BYTES = 8
+_START = '{"__metadata__":{"checksum":"'
+_SUM = slice(_LENGTH_BYTES + len(_START), _LENGTH_BYTES + len(_START) + 32)
+
+# numpy has no bfloat16: its bytes are handled as uint16.
+DTYPES: dict[str, np.dtype[Any]] = {
+    name: np.dtype(code)
+    for name, code in (
+        ("BOOL", "?"), ("U8", "u1"), ("I8", "i1"), ("U16", "<u2"), ("I16", "<i2"), ("F16", "<f2"), ("BF16", "<u2"),
+        ("U32", "<u4"), ("I32", "<i4"), ("F32", "<f4"), ("U64", "<u8"), ("I64", "<i8"), ("F64", "<f8"), ("C64", "<c8"),
+    )
+}  # fmt: skip
+
+
+class DamagedBlock(Exception):
+    """A file is not the whole and unchanged block that it should be; the message says how."""
+
+
+class UnknownFormat(DamagedBlock):
+    """A block file in the format of another version."""
+
+
+class TensorSpec(NamedTuple):
+    """One tensor of a block: `dtype` is a safetensors name ("F32", "BF16", "U32", ...)."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * DTYPES[self.dtype].itemsize
+
+
+Specs = tuple[TensorSpec, ...]
+
+
+class Layout(NamedTuple):
+    """Where the tensors lie in the payload: byte offsets (one more than tensors), JSON for the header."""
+
+    offsets: tuple[int, ...]
+    json: str
+
+    @property
+    def nbytes(self) -> int:
+        return self.offsets[-1]
+
+
+@lru_cache(maxsize=512)
+def layout(specs: Specs) -> Layout:
+    """Raises ValueError for unknown dtypes, negative sizes and names that are used twice."""
+    names = {spec.name for spec in specs}
+    if len(names) < len(specs) or "__metadata__" in names:
+        raise ValueError("the tensors of a block need distinct names")
+    if any(spec.dtype not in DTYPES or min(spec.shape, default=0) < 0 for spec in specs):
+        raise ValueError(f"unknown dtype or negative size in {specs}")
+    offsets = tuple(accumulate((spec.nbytes for spec in specs), initial=0))
+    fields = (
+        {"dtype": spec.dtype, "shape": spec.shape, "data_offsets": offsets[i : i + 2]} for i, spec in enumerate(specs)
+    )
+    return Layout(offsets, "".join(f",{_dump(s.name)}:{_dump(f)}" for s, f in zip(specs, fields, strict=True)))
+
+
+def _dump(value: object) -> str:
+    return json.dumps(value, separators=(",", ":"))
+
+
+class BlockBuffer:
+    """A block in memory: `data` (uint8, 1-D, contiguous) is the payload of its file, byte for byte.
+
+    Nobody changes it once it was given to a store. `unsaved` is True while this is the only copy,
+    because its file could not be queued yet: it leaves RAM after all others.
+    """
+
+    __slots__ = ("__weakref__", "data", "specs", "unsaved")
+
+    def __init__(self, specs: Specs, data: npt.NDArray[np.uint8]) -> None:
+        if data.dtype != np.uint8 or data.ndim != 1 or data.nbytes != layout(specs).nbytes:
+            raise ValueError(f"{layout(specs).nbytes} bytes are needed, not {data.dtype} of shape {data.shape}")
+        self.specs = specs
+        self.data = data
+        self.unsaved = False
+
+    @classmethod
+    def empty(cls, specs: Specs) -> "BlockBuffer":
+        """A buffer with arbitrary content, to be filled through `tensor`."""
+        return cls(specs, np.empty(layout(specs).nbytes, np.uint8))
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes
+
+    def tensor(self, index: int) -> npt.NDArray[Any]:
+        """A view of one tensor in its shape (bfloat16 as uint16)."""
+        start, stop = layout(self.specs).offsets[index : index + 2]
+        spec = self.specs[index]
+        return self.data[start:stop].view(DTYPES[spec.dtype]).reshape(spec.shape)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockMeta:
+    """What is known of a block without its tensors.
+
+    `block_hash`: 1 to 64 bytes. `parent`: the hash of the block before it. `tokens`: its token ids
+    as uint32 little endian, `start` the absolute position of the first. `exact_tokens`, `cuts` and
+    `numerics` belong to the prefix cache. `file_size`: exact bytes of its file.
+    """
+
+    block_hash: bytes
+    token_count: int
+    parent: bytes = b""
+    tokens: bytes = b""
+    start: int = 0
+    exact_tokens: int = 0
+    cuts: tuple[int, ...] = ()
+    numerics: str = ""
+    file_size: int = 0
+
+
+def build_header(specs: Specs, meta: BlockMeta) -> bytes:
+    """Everything in front of the payload, with zeros where the checksum goes."""
+    tensors = layout(specs)
+    fields = _dump({
+        "format": FORMAT_VERSION,
+        "hash": meta.block_hash.hex(),
+        "parent": meta.parent.hex(),
+        "token_count": str(meta.token_count),
+        "tokens": base64.b64encode(meta.tokens).decode(),
+        "start": str(meta.start),
+        "exact_tokens": str(meta.exact_tokens),
+        "cuts": ",".join(map(str, meta.cuts)),
+        "numerics": meta.numerics,
+    })  # fmt: skip
+    lead = _START + "0" * 32 + '","file_length":"'
+    used = _LENGTH_BYTES + len(lead) + 20 + len('",') + len(fields) - 1 + len("}") - 1 + len(tensors.json) + len("}")
+    size = -(-used // ALIGNMENT) * ALIGNMENT
+    text = f'{lead}{size + tensors.nbytes:020d}",{fields[1:]}{tensors.json}}}'
+    return (size - _LENGTH_BYTES).to_bytes(_LENGTH_BYTES, "little") + text.ljust(size - _LENGTH_BYTES).encode("ascii")
+
+
+def with_size(specs: Specs, meta: BlockMeta) -> BlockMeta:
+    """`meta` with the exact size of its file."""
+    return replace(meta, file_size=len(build_header(specs, meta)) + layout(specs).nbytes)
+
+
+# ---- writing
+
+
+def temporary_path(path: Path) -> Path:
+    return path.with_name(f"{TEMP_PREFIX}{path.stem}{TEMP_SUFFIX}")
+
+
+def write_block_file(path: Path, block: BlockBuffer, meta: BlockMeta) -> None:
+    """Writes the block under a temporary name in the same folder, then renames it. Raises OSError.
+
+    No fsync: after a power loss the file may be torn, and a torn file does not pass its checksum.
+    """
+    header = bytearray(build_header(block.specs, meta))
+    checksum = xxhash.xxh3_128(header)
+    checksum.update(block.data)
+    header[_SUM] = checksum.hexdigest().encode()
+    replace_file(path, temporary_path(path), [memoryview(header), memoryview(block.data)])
+
+
+def replace_file(path: Path, temporary: Path, views: list[memoryview]) -> None:
+    """Writes bytes under a `temporary` name, then renames it: `path` is the old file or the new one. Raises OSError."""
+    try:
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        try:
+            _write_all(fd, views)
+        finally:
+            os.close(fd)
+        os.replace(temporary, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+
+
+def _write_all(fd: int, views: list[memoryview]) -> None:
+    while views:
+        views = _behind(views, os.writev(fd, views))
+
+
+def _behind(views: list[memoryview], done: int) -> list[memoryview]:
+    """What is left of `views` after the first `done` bytes."""
+    for index, view in enumerate(views):
+        if done < view.nbytes:
+            return [view[done:], *views[index + 1 :]]
+        done -= view.nbytes
+    return []
+
+
+# ---- reading
+
+
+def read_into(path: Path, specs: Specs, meta: BlockMeta, pieces: Sequence[memoryview]) -> None:
+    """Reads the payload straight into `pieces` (writable bytes, in file order, exactly its size).
+
+    Raises DamagedBlock unless the file holds exactly this block and all its bytes are as they were
+    written, OSError if it cannot be read. The pieces then hold garbage.
+    """
+    if sum(piece.nbytes for piece in pieces) != layout(specs).nbytes:
+        raise ValueError(f"the pieces hold other than {layout(specs).nbytes} bytes")
+    with opened(path) as fd:
+        _read_checked(fd, build_header(specs, meta), pieces)
+
+
+def read_block_file(path: Path, meta: BlockMeta) -> BlockBuffer:
+    """The block with this metadata; its specs come from the file. Raises like `read_into`."""
+    with opened(path) as fd:
+        block = BlockBuffer.empty(_parse(_read_raw_header(fd), os.fstat(fd).st_size)[0])
+        _read_checked(fd, build_header(block.specs, meta), [memoryview(block.data)])
+        return block
+
+
+def read_header(path: Path) -> tuple[Specs, BlockMeta]:
+    """What the file says of itself; its payload is not read. Raises DamagedBlock, OSError."""
+    with opened(path) as fd:
+        return _parse(_read_raw_header(fd), os.fstat(fd).st_size)
+
+
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[int]:
+    """A file descriptor to read from."""
+    # O_NONBLOCK: something that is no regular file must not hold up the reader.
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _read_checked(fd: int, header: bytes, pieces: Sequence[memoryview]) -> None:
+    size = os.fstat(fd).st_size
+    if size != len(header) + sum(piece.nbytes for piece in pieces):
+        raise DamagedBlock(f"its length is {size}")
+    found = bytearray(len(header))
+    checksum = xxhash.xxh3_128()
+    offset = 0
+    for batch in _batches([memoryview(found), *pieces]):
+        fill(fd, batch, offset)
+        if not offset:
+            if found[: _SUM.start] != header[: _SUM.start] or found[_SUM.stop :] != header[_SUM.stop :]:
+                raise DamagedBlock("its header is that of another block or was changed")
+            checksum.update(header)
+        for view in batch[1:] if not offset else batch:
+            checksum.update(view)
+        offset += sum(view.nbytes for view in batch)
+    if checksum.hexdigest().encode() != found[_SUM]:
+        raise DamagedBlock("its checksum is wrong")
+
+
+def _batches(pieces: Iterable[memoryview]) -> Iterator[list[memoryview]]:
+    """Cuts the pieces into runs for one preadv and the hashing after it; the first piece stays whole."""
+    batch: list[memoryview] = []
+    size = 0
+    for number, piece in enumerate(pieces):
+        stride = _HASH_STRIDE if number else max(1, piece.nbytes)
+        for at in range(0, piece.nbytes, stride):
+            batch.append(piece[at : at + stride])
+            size += batch[-1].nbytes
+            if size >= _HASH_STRIDE or len(batch) == _IOV_MAX:
+                yield batch
+                batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def fill(fd: int, views: list[memoryview], offset: int) -> None:
+    """Reads into at most 1024 `views` from `offset` on. Raises DamagedBlock if the file ends before they are full."""
+    while views:
+        got = os.preadv(fd, views, offset)
+        if not got:
+            raise DamagedBlock("it ends early")
+        offset += got
+        views = _behind(views, got)
+
+
+def _read_raw_header(fd: int) -> bytes:
+    size = int.from_bytes(os.pread(fd, _LENGTH_BYTES, 0), "little") + _LENGTH_BYTES
+    if size > min(_MAX_HEADER, os.fstat(fd).st_size):
+        raise DamagedBlock("it has no header")
+    raw = os.pread(fd, size, 0)
+    if len(raw) < size:
+        raise DamagedBlock("it ends early")
+    return raw
+
+
+def _parse(raw: bytes, file_size: int) -> tuple[Specs, BlockMeta]:
+    """Raises DamagedBlock unless the header is one that `build_header` makes and fits the file's size."""
+    try:
+        entries = json.loads(raw[_LENGTH_BYTES:])
+        fields = entries.pop("__metadata__")
+        if fields["format"] != FORMAT_VERSION:
+            raise UnknownFormat(f"its format is {fields['format']!r}")
+        specs = tuple(TensorSpec(name, e["dtype"], tuple(map(int, e["shape"]))) for name, e in entries.items())
+        meta = _meta(fields, file_size)
+        expected = build_header(specs, meta)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as exc:
+        raise DamagedBlock(f"its header cannot be read: {exc!r}") from exc
+    if raw[: _SUM.start] + b"0" * 32 + raw[_SUM.stop :] != expected or file_size != len(raw) + layout(specs).nbytes:
+        raise DamagedBlock("its header was changed or its length is wrong")
+    return specs, meta
+
+
+def _meta(fields: dict[str, str], file_size: int) -> BlockMeta:
+    return BlockMeta(
+        block_hash=bytes.fromhex(fields["hash"]),
+        parent=bytes.fromhex(fields["parent"]),
+        token_count=int(fields["token_count"]),
+        tokens=base64.b64decode(fields["tokens"], validate=True),
+        start=int(fields["start"]),
+        exact_tokens=int(fields["exact_tokens"]),
+        cuts=tuple(int(cut) for cut in fields["cuts"].split(",") if cut),
+        numerics=fields["numerics"],
+        file_size=file_size,
+    )
