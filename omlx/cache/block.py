@@ -1,0 +1,73 @@
+"""Names of blocks: a chain of hashes over token ids.
+
+A block is a run of at most `block_size` consecutive tokens of one prompt. Its hash covers its own
+tokens and, through its parent's hash, everything before them, so equal hashes mean equal context.
+The first parent is a root hash of all that makes KV values differ (see `root_hash`).
+
+Every input is length-prefixed before it is hashed: moving bytes from one field to the next changes
+the hash.
+"""
+
+import hashlib
+import struct
+import sys
+from array import array
+from collections.abc import Sequence
+
+TOKEN_BYTES = 4
+_LENGTH = struct.Struct("<Q")
+
+
+def _digest(domain: bytes, *fields: bytes) -> bytes:
+    h = hashlib.sha256(domain)
+    for field in fields:
+        h.update(_LENGTH.pack(len(field)))
+        h.update(field)
+    return h.digest()
+
+
+def root_hash(*fields: str | bytes) -> bytes:
+    """32 bytes naming a world of KV values: fingerprint, dtype, layout, block size, salt, ..."""
+    return _digest(b"omlx-root-1", *(f.encode() if isinstance(f, str) else f for f in fields))
+
+
+def block_hash(parent: bytes, tokens: bytes, extra: bytes = b"") -> bytes:
+    """32 bytes naming the block with these packed `tokens` after `parent`.
+
+    `extra` carries what the token ids do not say, such as the hashes of images that begin here.
+    """
+    return _digest(b"omlx-block-1", parent, tokens, extra)
+
+
+def pack_tokens(tokens: Sequence[int]) -> bytes:
+    """Token ids as uint32 little endian; int and numpy ints give the same bytes.
+
+    Raises ValueError for an id that is negative or does not fit.
+    """
+    try:
+        packed = array("I", tokens)
+    except (OverflowError, TypeError) as error:
+        raise ValueError(f"token ids have to be integers from 0 to 2^32-1: {error}") from error
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def slice_tokens(packed: bytes, start: int, stop: int) -> bytes:
+    """The packed tokens at positions [start, stop)."""
+    return packed[start * TOKEN_BYTES : stop * TOKEN_BYTES]
+
+
+def common_tokens(a: bytes, b: bytes) -> int:
+    """How many leading tokens two packed runs share."""
+    n = min(len(a), len(b))
+    if a[:n] == b[:n]:
+        return n // TOKEN_BYTES
+    low, high = 0, n // TOKEN_BYTES  # a[:low] agrees, a[:high] does not
+    while high - low > 1:
+        middle = (low + high) // 2
+        if a[: middle * TOKEN_BYTES] == b[: middle * TOKEN_BYTES]:
+            low = middle
+        else:
+            high = middle
+    return low

@@ -1,0 +1,96 @@
+"""Builds the cache stack from one configuration."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omlx.cache.grid import ExactMode
+from omlx.cache.interface import CacheManager
+from omlx.cache.paged_cache import PagedCacheManager
+from omlx.cache.paged_ssd_cache import PagedSSDCacheManager
+from omlx.cache.prefix_cache import BlockAwarePrefixCache, CacheIdentity
+from omlx.cache.vision_feature_cache import VisionFeatureSSDCache
+from omlx.storage.folder import folder_name
+from omlx.storage.hot_tier import HotTier
+
+GB = 1024**3
+VISION_FOLDER = "vision_features"
+_VISION_SHARE = 10  # features may take up a tenth of the SSD tier
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheConfig:
+    """The cache's settings. Sizes are bytes; 0 turns a tier off.
+
+    `hot_cache_max_size` bounds blocks kept in RAM, never running requests. Without
+    `paged_ssd_cache_dir` there is no SSD tier. When the whole process takes up more than
+    `max_process_memory`, blocks leave RAM; 0 sets no such limit.
+    """
+
+    block_size: int = 64
+    hot_cache_max_size: int = 1 * GB
+    paged_ssd_cache_dir: Path | None = None
+    max_paged_ssd_cache_size: int = 100 * GB
+    max_process_memory: int = 0
+    exact: ExactMode = "off"
+
+    @property
+    def ssd_enabled(self) -> bool:
+        return self.paged_ssd_cache_dir is not None and self.max_paged_ssd_cache_size > 0
+
+    @property
+    def enabled(self) -> bool:
+        return self.ssd_enabled or self.hot_cache_max_size > 0
+
+
+class CacheFactory:
+    """The parts of a stack, each wired to the ones below."""
+
+    @staticmethod
+    def create_paged_cache(config: CacheConfig, num_layers: int) -> PagedCacheManager:
+        return PagedCacheManager(config.block_size, num_layers)
+
+    @staticmethod
+    def create_paged_ssd_cache(
+        config: CacheConfig, model_name: str, hot_tier: HotTier | None = None
+    ) -> PagedSSDCacheManager | None:
+        """The block store of one model, in its own folder under the cache root; None if both tiers are off.
+
+        Several stores may share a `hot_tier`, and with it one budget of RAM.
+        """
+        if not config.enabled:
+            return None
+        root = config.paged_ssd_cache_dir if config.ssd_enabled else None
+        return PagedSSDCacheManager(
+            root / folder_name(model_name) if root else None,
+            config.max_paged_ssd_cache_size if root else 0,
+            config.hot_cache_max_size,
+            hot_cache_only=root is None,
+            root_dir=root,
+            hot_tier=hot_tier,
+        )
+
+    @staticmethod
+    def create_vision_feature_cache(config: CacheConfig) -> VisionFeatureSSDCache:
+        """The features of images, of all models, in a folder of their own under the cache root; else in RAM only.
+
+        To be opened after the block stores, by whom the root's lock is held: its files count towards their limit.
+        """
+        root = config.paged_ssd_cache_dir if config.ssd_enabled else None
+        return VisionFeatureSSDCache(
+            root / VISION_FOLDER if root else None, max_disk_bytes=config.max_paged_ssd_cache_size // _VISION_SHARE
+        )
+
+    @staticmethod
+    def create_prefix_cache(
+        config: CacheConfig,
+        model: Any,
+        paged_cache: PagedCacheManager,
+        paged_ssd_cache: CacheManager,
+        identity: CacheIdentity | None = None,
+    ) -> BlockAwarePrefixCache:
+        """The prefix cache over a store. Without an `identity` it serves save_block and load_block only."""
+        del model  # the documents pass it; what matters of a model is in its identity
+        return BlockAwarePrefixCache(
+            paged_cache, paged_ssd_cache, block_size=config.block_size, identity=identity, exact=config.exact
+        )

@@ -1,0 +1,381 @@
+"""The block store: a RAM tier in front of safetensors files."""
+
+import itertools
+import logging
+import os
+import threading
+from collections.abc import Hashable, Sequence
+from dataclasses import replace as changed
+from pathlib import Path
+from typing import Literal
+
+import mlx.core as mx
+
+from omlx.arrays import pack, unpack
+from omlx.cache.interface import BlockData, CacheManager, Gone, ReadTarget, StoreStats, Tier
+from omlx.sizes import format_size
+from omlx.storage.disk_store import DEFAULT_QUEUE_BYTES, DiskStore, open_store, release_store
+from omlx.storage.folder import block_path, check_folder, check_hash
+from omlx.storage.hot_tier import HotCache, HotTier
+from omlx.storage.tensor_file import (
+    BlockBuffer,
+    BlockMeta,
+    DamagedBlock,
+    TensorSpec,
+    read_block_file,
+    read_header,
+    read_into,
+    with_size,
+    write_block_file,
+)
+
+log = logging.getLogger(__name__)
+
+_ram_names = itertools.count(1)
+
+
+class PagedSSDCacheManager(CacheManager):
+    """Blocks of one model in RAM and in the files under `cache_dir`.
+
+    Args:
+        cache_dir: the model's folder; None, or `hot_cache_only`, keeps no files and starts no thread.
+        max_size_bytes: limit for all files under the root, of all models; 0 keeps no files.
+        hot_cache_max_bytes: budget of the RAM tier, counted in payload bytes; 0 keeps none in RAM.
+        root_dir: the cache root that `cache_dir` lies in (default: `cache_dir`). Managers of one root in
+            a process share its lock, index, writer thread and limit (the lowest that was given).
+        hot_tier: a RAM tier to share with other managers, instead of one of its own.
+        max_queue_bytes: bound of what waits for the writer thread; beyond it blocks stay in RAM until there is room.
+        free_reserve_bytes: free space that is left on the disk (default: 5% of it or 2 GB, whichever is less).
+
+    Raises StoreLocked, naming its pid, if another process works on the root; ValueError for a `cache_dir`
+    outside of `root_dir`. A folder that cannot be used is no error: the log says so once, blocks stay in RAM,
+    and files are written as soon as it can be.
+    """
+
+    def __init__(
+        self,
+        cache_dir: Path | str | None,
+        max_size_bytes: int,
+        hot_cache_max_bytes: int = 0,
+        hot_cache_only: bool = False,
+        *,
+        root_dir: Path | str | None = None,
+        hot_tier: HotTier | None = None,
+        max_queue_bytes: int = DEFAULT_QUEUE_BYTES,
+        free_reserve_bytes: int | None = None,
+    ) -> None:
+        name = f"ram-{next(_ram_names)}"
+        self._lock = threading.Lock()
+        self._counts = StoreStats()
+        self._said_declined = False
+        self._closed = False
+        self._disk: DiskStore | None = None
+        self._folder = ""
+        if cache_dir is not None and not hot_cache_only and max_size_bytes > 0:
+            folder = _real(cache_dir)
+            root = folder if root_dir is None else _real(root_dir)
+            self._folder = check_folder("" if folder == root else folder.relative_to(root).as_posix())
+            name = str(folder)
+            self._disk = open_store(root, max_size_bytes, max_queue_bytes, free_reserve_bytes)
+        self._hot = HotCache(hot_tier or HotTier(hot_cache_max_bytes), name)
+        self._index = PagedSSDCacheIndex(self._disk, self._folder, self._hot)
+
+    # ---- keep
+
+    def save_block(
+        self,
+        block_hash: bytes,
+        data: BlockData,
+        token_count: int,
+        *,
+        parent: bytes = b"",
+        tokens: bytes = b"",
+        start: int = 0,
+        exact_tokens: int = 0,
+        cuts: tuple[int, ...] = (),
+        numerics: str = "",
+        group: Hashable | None = None,
+        replace: bool = False,
+    ) -> bool:
+        check_hash(block_hash)
+        group = object() if group is None else group
+        if replace:
+            self.delete_block(block_hash)
+        elif self._is_kept(block_hash):
+            self.touch([block_hash])
+            return True
+        block = data if isinstance(data, BlockBuffer) else pack(data)
+        known = self.get_meta(block_hash)
+        meta = known or with_size(
+            block.specs,
+            BlockMeta(
+                block_hash=block_hash, token_count=token_count, parent=parent, tokens=tokens, start=start,
+                exact_tokens=exact_tokens, cuts=tuple(cuts), numerics=numerics,
+            ),
+        )  # fmt: skip
+        kept = self._keep(block, meta, group)
+        if known is not None:
+            self.touch([block_hash])
+            self._count(restores=self._hot.get(block_hash) is not None)
+        elif kept:
+            self._count(saves=1)
+        return kept
+
+    def _is_kept(self, block_hash: bytes) -> bool:
+        """Whether nothing is left to do for a block: it is in every tier that is on, or on its way there."""
+        block, meta = self._hot.get(block_hash), self._hot.meta(block_hash)
+        if self._disk is None:
+            return block is not None
+        if block is None or meta is None:
+            return not self.keeps_ram and self._disk.blocks.state((self._folder, block_hash)) is not None
+        self._to_disk(block, meta, in_ram=True)  # again, if the first write failed or the file was lost
+        return True
+
+    def _keep(self, block: BlockBuffer, meta: BlockMeta, group: Hashable) -> bool:
+        in_ram = self._hot.store_block(meta.block_hash, block, meta, group=group, keep_parent=self._disk is None)
+        on_disk = self._to_disk(block, meta, in_ram=in_ram)
+        if (
+            not in_ram
+            and block.nbytes > self._hot.tier.max_bytes
+            and not (self._disk and self._disk.blocks.fits(meta.file_size))
+        ):
+            self._count(declined=1)
+            if not self._said_declined:
+                log.warning("a block of %s fits no cache tier: such blocks are not kept", format_size(meta.file_size))
+            self._said_declined = True
+        return in_ram or on_disk
+
+    def _to_disk(self, block: BlockBuffer, meta: BlockMeta, *, in_ram: bool) -> bool:
+        if self._disk is None:
+            return False
+        if self._disk.blocks.state((self._folder, meta.block_hash)) is None:
+            self._enforce_size_limit_for_new_block(meta.file_size)
+        result = self._disk.blocks.put(self._folder, meta, block, self._write_safetensors_no_mx, may_wait=in_ram)
+        return result == "queued"
+
+    def _enforce_size_limit_for_new_block(self, new_bytes: int = 0) -> bool:
+        """Evicts the least recently used files until `new_bytes` more fit under the limit; False if they cannot."""
+        return self._disk is None or self._disk.blocks.make_room(new_bytes)
+
+    # What the writer thread calls: only buffers, no MLX.
+    _write_safetensors_no_mx = staticmethod(write_block_file)
+
+    def delete_block(self, block_hash: bytes) -> bool:
+        in_ram = self._hot.remove(block_hash)
+        return (self._disk is not None and self._disk.blocks.delete((self._folder, block_hash))) or in_ram
+
+    def evict_from_ram(self, nbytes: int, wait_s: float = 0.0) -> int:
+        """Frees about `nbytes` of this store's part of the RAM tier, oldest first; returns the bytes freed.
+
+        A block that has no file gets one first (without an SSD tier it is lost). Those whose file cannot even
+        be queued stay, and so do pinned ones. Waits at most `wait_s` for the files: without, a block leaves the
+        tier while the writer still holds it.
+        """
+        if self._disk is not None:
+            for meta, block in self._hot.oldest(nbytes):
+                self._to_disk(block, meta, in_ram=True)
+            if wait_s > 0:
+                self._disk.flush(wait_s)
+        return self._hot.evict(nbytes)
+
+    def clear(self) -> dict[bytes, int]:
+        """Forgets every block that is not pinned; returns them with the bytes of their files."""
+        ram = {meta.block_hash: meta.file_size for meta in self._hot.clear(spare_pinned=True)}
+        disk = self._disk.blocks.clear(self._folder) if self._disk else {}
+        return ram | {key[1]: nbytes for key, nbytes in disk.items()}
+
+    # ---- find
+
+    def load_block(self, block_hash: bytes) -> list[tuple[mx.array, ...]] | None:
+        block = self._fetch(block_hash)
+        return None if block is None else unpack(block)
+
+    def restore_block(self, block_hash: bytes) -> bool:
+        """Brings a block back into RAM, as `load_block` does, and marks it as used. Reads files, makes no MLX call.
+
+        False, and a miss in the counters, if there is no such block or its file is damaged; False too
+        if the RAM tier has no room for it.
+        """
+        return self._fetch(block_hash) is not None and self._hot.get(block_hash) is not None
+
+    def _fetch(self, block_hash: bytes) -> BlockBuffer | None:
+        """Finds, counts, marks as used and puts back into RAM."""
+        tier, block = self._find(block_hash)
+        self._count_hit(tier)
+        if block is not None:
+            self.touch([block_hash])
+            if self._hot.get(block_hash) is None:
+                self._put_back(block_hash, block)
+        return block
+
+    def _find(self, block_hash: bytes) -> tuple[Literal["ram", "ssd"] | None, BlockBuffer | None]:
+        block = self._hot.get(block_hash)
+        if block is not None or self._disk is None:
+            return ("ram" if block else None), block
+        found = self._disk.fetch((self._folder, block_hash), lambda path, meta: [read_block_file(path, meta)])
+        if isinstance(found, list):
+            return "ssd", found[0]
+        return ("ram" if found else None), found
+
+    def _put_back(self, block_hash: bytes, block: BlockBuffer) -> None:
+        meta = self.get_meta(block_hash)
+        if meta is not None and self._hot.store_block(block_hash, block, meta, group=object()):
+            self._count(restores=1)
+
+    def read_block(self, block_hash: bytes, target: ReadTarget) -> Literal["ram", "ssd"] | None:
+        tier: Literal["ram", "ssd"] | None = None
+        block = self._hot.get(block_hash)
+        if block is None and self._disk is not None:
+            found = self._disk.fetch((self._folder, block_hash), lambda path, meta: _read_file(path, meta, target))
+            block, tier = (found, None) if isinstance(found, BlockBuffer) else (None, found)
+        if block is not None:
+            if block.specs == target.specs:
+                target.copy_from(block)
+                tier = "ram"
+            else:
+                self.delete_block(block_hash)  # of no use to who asks, and in the way of the right one
+        self._count_hit(tier)
+        return tier
+
+    def tier_of(self, block_hash: bytes) -> Tier | None:
+        if self._hot.get(block_hash) is not None:
+            return "ram"
+        return self._disk.blocks.state((self._folder, block_hash)) if self._disk else None
+
+    def get_meta(self, block_hash: bytes) -> BlockMeta | None:
+        meta = self._hot.meta(block_hash)
+        return meta or (self._disk.blocks.meta((self._folder, block_hash)) if self._disk else None)
+
+    def children(self, parent: bytes) -> list[BlockMeta]:
+        found = {meta.block_hash: meta for meta in self._hot.children(parent)}
+        for meta in self._disk.blocks.children(self._folder, parent) if self._disk else ():
+            found.setdefault(meta.block_hash, meta)
+        return list(found.values())
+
+    def metas(self) -> list[BlockMeta]:
+        found = {meta.block_hash: meta for meta in self._hot.metas()}
+        found |= {meta.block_hash: meta for meta in (self._disk.blocks.metas(self._folder) if self._disk else ())}
+        return list(found.values())
+
+    def specs(self, block_hash: bytes) -> tuple[TensorSpec, ...] | None:
+        block = self._hot.get(block_hash)
+        entry = self._disk.blocks.entry((self._folder, block_hash)) if self._disk else None
+        if block is None and entry is not None and entry.pending is not None:
+            block = entry.pending.block
+        if block is not None or self._disk is None or entry is None:
+            return block.specs if block is not None else None
+        try:
+            return read_header(block_path(self._disk.root, entry.key))[0]
+        except (DamagedBlock, OSError):
+            return None  # found out, and said, by who needs the block itself
+
+    def gone_after(self, parent: bytes) -> list[Gone]:
+        found = {gone.meta.block_hash: gone for gone in self._hot.gone_after(parent)}
+        if self._disk is not None:  # what became of the file says more
+            found |= {gone.meta.block_hash: gone for gone in self._disk.blocks.gone_after(self._folder, parent)}
+        return [gone for block_hash, gone in found.items() if not self.contains(block_hash)]
+
+    def get_block_path(self, block_hash: bytes) -> Path | None:
+        key = (self._folder, block_hash)
+        return block_path(self._disk.root, key) if self._disk and self._disk.blocks.state(key) else None
+
+    # ---- use
+
+    def touch(self, hashes: Sequence[bytes]) -> None:
+        if self._disk is not None:
+            self._disk.blocks.touch((self._folder, block_hash) for block_hash in hashes)
+
+    def pin(self, block_hash: bytes) -> None:
+        self._hot.pin(block_hash)
+        if self._disk is not None:
+            self._disk.blocks.pin((self._folder, block_hash))
+
+    def unpin(self, block_hash: bytes) -> None:
+        self._hot.unpin(block_hash)
+        if self._disk is not None:
+            self._disk.blocks.unpin((self._folder, block_hash))
+
+    # ---- the whole store
+
+    def flush(self, timeout_s: float | None = None) -> bool:
+        return self._disk is None or self._disk.flush(timeout_s)
+
+    def close(self, timeout_s: float = 10.0) -> bool:
+        with self._lock:
+            if self._closed:
+                return True
+            self._closed = True
+        done = self._disk is None or release_store(self._disk, timeout_s)
+        self._hot.clear()
+        return done
+
+    def stats(self) -> StoreStats:
+        with self._lock:
+            stats = changed(self._counts)
+        stats.evictions_ram = self._hot.evictions
+        stats.blocks_ram, stats.ram_bytes = self._hot.usage
+        stats.ram_total_bytes = self._hot.tier.bytes
+        if self._disk is not None:
+            counts = self._disk.blocks.counts(self._folder)
+            stats.evictions_ssd, stats.damaged = counts.evictions, counts.damaged
+            stats.write_errors, stats.dropped_writes = counts.write_errors, counts.dropped_writes
+            stats.blocks_ssd, stats.ssd_bytes = self._disk.blocks.usage().get(self._folder, (0, 0))
+            stats.tokens_ssd = self._disk.blocks.tokens(self._folder)
+            stats.ssd_total_bytes, stats.queue_bytes = self._disk.blocks.bytes, self._disk.blocks.queue_bytes
+            stats.index_damaged = self._disk.index_damaged
+        return stats
+
+    def check(self) -> list[str]:
+        return self._hot.tier.check() + (self._disk.check() if self._disk else [])
+
+    @property
+    def keeps_ram(self) -> bool:
+        return self._hot.tier.max_bytes > 0
+
+    @property
+    def hot_bytes(self) -> int:
+        """Payload bytes in the RAM tier, those of other stores that share it included."""
+        return self._hot.tier.bytes
+
+    @property
+    def ssd_bytes(self) -> int:
+        """Bytes of all files that omlx keeps under the root, or is about to write."""
+        return self._disk.blocks.bytes if self._disk else 0
+
+    def _count(self, **by: int) -> None:
+        with self._lock:
+            for name, n in by.items():
+                setattr(self._counts, name, getattr(self._counts, name) + n)
+
+    def _count_hit(self, tier: Literal["ram", "ssd"] | None) -> None:
+        self._count(**{"misses" if tier is None else f"hits_{tier}": 1})
+
+
+class PagedSSDCacheIndex:
+    """What a store knows of its blocks; of the RAM tier where there are no files."""
+
+    def __init__(self, disk: DiskStore | None, folder: str, hot: HotCache) -> None:
+        self._disk, self._folder, self._hot = disk, folder, hot
+
+    def get_all_metadata(self) -> list[BlockMeta]:
+        """Every block whose file is there or queued, least recently used first."""
+        return self._disk.blocks.metas(self._folder) if self._disk else self._hot.metas()
+
+    def __len__(self) -> int:
+        return len(self.get_all_metadata())
+
+
+def _real(path: Path | str) -> Path:
+    return Path(os.path.realpath(Path(path).expanduser()))
+
+
+def _read_file(path: Path, meta: BlockMeta, target: ReadTarget) -> Literal["ssd"]:
+    pieces = target.pieces()
+    if pieces is not None:
+        read_into(path, target.specs, meta, pieces)
+        return "ssd"
+    block = read_block_file(path, meta)
+    if block.specs != target.specs:
+        raise DamagedBlock("it holds other tensors than were asked for")
+    target.copy_from(block)
+    return "ssd"

@@ -1,0 +1,136 @@
+"""What a prefix cache has of a prompt, block by block, and why it does not have more."""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from omlx.cache.block import TOKEN_BYTES, common_tokens
+from omlx.cache.interface import BlockMeta, CacheManager, Tier
+from omlx.cache.layer_state import CacheLayout, StatePart
+from omlx.storage.tensor_file import TensorSpec
+
+if TYPE_CHECKING:
+    from omlx.cache.prefix_cache import CacheIdentity
+
+_BLOCK_SIZES = range(8, 4097, 8)  # all that a server can be started with
+
+
+@dataclass(frozen=True, slots=True)
+class BlockState:
+    """One block of a prompt: `tokens` of the prompt lie in it, `cached_tokens` of them would be reused."""
+
+    index: int
+    block_hash: bytes
+    tokens: int
+    cached_tokens: int
+    state: Tier | Literal["absent"]
+
+
+class FirstMiss(NamedTuple):
+    """The first position of the prompt that would be computed though it is not the last one, and why."""
+
+    token: int
+    reason: str
+
+
+class PrefixProbe(NamedTuple):
+    """What `match` would give. `first_miss` is None if all but the prompt's last token would be reused."""
+
+    blocks: tuple[BlockState, ...]
+    cached_tokens: int
+    first_miss: FirstMiss | None
+
+
+class _Near(NamedTuple):
+    """A block whose first `shared` tokens are those that were looked for."""
+
+    shared: int
+    meta: BlockMeta
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class MatchEnd:
+    """Where a match ended: behind `taken` tokens of the block at `start`, whose parent is stored.
+
+    `wanted` are the prompt's packed tokens from `start` on, without its last. `usable` says whether a block's numerics
+    allow its use. Reading it changes nothing in the store.
+    """
+
+    store: CacheManager
+    identity: "CacheIdentity"
+    block_size: int
+    salt: str
+    parent: bytes
+    start: int
+    taken: int
+    wanted: bytes
+    usable: Callable[[BlockMeta], bool]
+
+    def reason(self) -> str:
+        """What happened, as far as it can be known: what was given up is remembered in memory, and not for ever."""
+        near = self._nearest(_Near(self._shared(meta), meta) for meta in self.store.children(self.parent))
+        gone = self._nearest(
+            _Near(self._shared(gone.meta), gone.meta, gone.reason) for gone in self.store.gone_after(self.parent)
+        )
+        other = self._nearest(self._of_other_worlds()) if self.start == 0 else None
+        shared = near.shared if near else 0
+        if gone is not None and gone.shared > max(shared, other.shared if other else 0):
+            return gone.reason
+        if other is not None and other.shared > shared:
+            return self._other_world(other.meta)
+        return self._of_stored(near)
+
+    def _of_stored(self, near: _Near | None) -> str:
+        if near is None:
+            return "never stored" + (f": the nearest cached prompt ends at token {self.start}" if self.start else "")
+        end = self.start + near.shared
+        if near.shared > self.taken and not self.usable(near.meta):
+            return f"other KV settings: stored under other numerics ({near.meta.numerics})"
+        if near.shared in (self.block_size, len(self.wanted) // TOKEN_BYTES):
+            return "stored, but its last bits are not those of a prompt computed from its beginning (exact mode)"
+        if near.shared < near.meta.token_count:
+            return f"differs from the nearest cached prompt at token {end}"
+        return f"never stored: the nearest cached prompt ends at token {end}"
+
+    def _shared(self, meta: BlockMeta) -> int:
+        return common_tokens(meta.tokens, self.wanted)
+
+    @staticmethod
+    def _nearest(found: Iterable[_Near]) -> _Near | None:
+        return max(found, key=lambda near: near.shared, default=None)
+
+    # ---- the same tokens in another world of KV values
+
+    def _of_other_worlds(self) -> Iterator[_Near]:
+        """First blocks that hold our tokens, as far as both go, under another root."""
+        for meta in self.store.metas():
+            if meta.start == 0 and meta.tokens and meta.parent != self.parent:
+                shared = self._shared(meta)
+                if shared == min(meta.token_count, len(self.wanted) // TOKEN_BYTES):
+                    yield _Near(shared, meta)
+
+    def _other_world(self, meta: BlockMeta) -> str:
+        """What differs. A root is a digest, so this tries what it may have been made of."""
+        specs = self.store.specs(meta.block_hash)
+        identity = self.identity if specs is None else replace(self.identity, layout=_layout(specs))
+        for salt in dict.fromkeys((self.salt, "")):
+            for size in (self.block_size, *_BLOCK_SIZES):
+                if identity.root(size, salt) == meta.parent:
+                    return self._other_settings(identity, size, salt)
+        return "other model fingerprint: the same tokens are stored for other weights (or under another cache_salt)"
+
+    def _other_settings(self, identity: "CacheIdentity", size: int, salt: str) -> str:
+        found = []
+        if size != self.block_size:
+            found.append(f"block size {size}")
+        if str(identity.layout) != str(self.identity.layout):
+            found.append("KV arrays " + ", ".join(sorted({part.dtype for part in identity.layout.parts})))
+        if salt != self.salt:
+            found.append("no cache_salt")
+        return "other KV settings: the same tokens are stored with " + " and ".join(found)
+
+
+def _layout(specs: tuple[TensorSpec, ...]) -> CacheLayout:
+    """The layout of the model that a block with these tensors is of, as far as it is a part of the root."""
+    return CacheLayout((), tuple(StatePart(s.name, s.dtype, s.shape[1], s.shape[-1]) for s in specs))

@@ -1,0 +1,145 @@
+"""One model's whole cache stack: built, closed and answered for in one place. No request passes through it."""
+
+from collections.abc import Collection
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from omlx.cache.factory import CacheConfig, CacheFactory
+from omlx.cache.prefix_cache import CacheIdentity, PrefixCache
+from omlx.storage.disk_store import DEFAULT_QUEUE_BYTES, open_store, release_store
+from omlx.storage.folder import folder_name
+from omlx.storage.hot_tier import HotTier
+
+_RELEASE_S = 10.0
+
+
+class Cleared(NamedTuple):
+    """How many blocks were deleted, and the bytes of their files."""
+
+    blocks: int
+    bytes: int
+
+
+class TieredCacheManager:
+    """The hot tier (RAM), the cold tier (files) and the prefix cache of one model; thread-safe.
+
+    Args:
+        max_kv_cache_memory: bytes. The bound of running requests' KV, and of the hot tier too if neither `config`
+            nor `hot_tier` says otherwise.
+        ssd_dir: the cache root of the cold tier; None keeps no files.
+        config: the other settings of the cache; its `paged_ssd_cache_dir` is not looked at.
+        model_name: names the folder under the root; must be one model's alone.
+        identity: what the model's KV depends on; without it `prefix_cache` serves save_block and load_block only.
+        num_layers: layers of the model.
+        hot_tier: a hot tier to share with other models, and with it one budget.
+
+    Raises StoreLocked if another process works on `ssd_dir`, ValueError if both tiers are off. A running request's
+    blocks are those in `paged_cache`'s table of it: they stay in the hot tier until it ends.
+    """
+
+    def __init__(
+        self,
+        max_kv_cache_memory: int,
+        ssd_dir: Path | None,
+        *,
+        config: CacheConfig | None = None,
+        model_name: str = "default",
+        identity: CacheIdentity | None = None,
+        num_layers: int = 0,
+        hot_tier: HotTier | None = None,
+    ) -> None:
+        config = config or CacheConfig(hot_cache_max_size=max_kv_cache_memory)
+        self.config = replace(config, paged_ssd_cache_dir=ssd_dir)
+        self.max_kv_cache_memory = max_kv_cache_memory
+        self.model_name = model_name
+        self.hot_tier = hot_tier or HotTier(config.hot_cache_max_size)
+        store = CacheFactory.create_paged_ssd_cache(self.config, model_name, self.hot_tier)
+        if store is None:
+            raise ValueError("a cache needs room in RAM or a folder for files")
+        self.store = store
+        self.paged_cache = CacheFactory.create_paged_cache(self.config, num_layers)
+        self.prefix_cache: PrefixCache = CacheFactory.create_prefix_cache(
+            self.config, None, self.paged_cache, store, identity
+        )
+
+    def evict_blocks_to_cold(self, nbytes: int, *, wait_s: float = 10.0) -> int:
+        """Frees `nbytes` of this model's blocks in the hot tier, or a little more; returns the bytes freed.
+
+        The oldest go first. Blocks of running requests stay, and so do those that cannot be written. A block has its
+        file before it goes, or is with the writer if that takes longer than `wait_s` in all; it can be read
+        throughout. Without a cold tier it is lost.
+        """
+        return self.store.evict_from_ram(nbytes, wait_s)
+
+    def restore_block_from_cold(self, block_id: int, block_hash: bytes) -> bool:
+        """Brings a block back into the hot tier; True if it is there now. Reads files, makes no MLX call.
+
+        False, and a miss in the counters, if there is no such block or its file is gone or damaged: the caller
+        computes it again. False too if the hot tier has no room, or if a running request knows another block as
+        `block_id`.
+        """
+        known = self.paged_cache.block_hash(block_id)
+        return known in (None, block_hash) and self.store.restore_block(block_hash)
+
+    def stats(self) -> dict[str, Any]:
+        """What is held now, and counters since the start; sizes are bytes.
+
+        `kv_cache_memory` is what the hot tier holds of this model, `blocks_cold` and `cold_tokens` what has a file
+        or is being written, whether it is in the hot tier as well or not. A hit is a block that was read, a miss one
+        that was not there when it was needed; `restores` are blocks that went from files back into the hot tier.
+        """
+        s = self.store.stats()
+        held = self.paged_cache.held()
+        return {
+            "kv_cache_memory": s.ram_bytes,
+            "blocks_hot": s.blocks_ram,
+            "blocks_cold": s.blocks_ssd,
+            "cold_tokens": s.tokens_ssd,
+            "hits": s.hits_ram + s.hits_ssd,
+            "misses": s.misses,
+            "restores": s.restores,
+            "evictions": s.evictions_ram + s.evictions_ssd,
+            "bytes": {"ram": s.ram_bytes, "ssd": s.ssd_bytes},
+            "hits_ram": s.hits_ram,
+            "hits_ssd": s.hits_ssd,
+            "evictions_ram": s.evictions_ram,
+            "evictions_ssd": s.evictions_ssd,
+            "saves": s.saves,
+            "declined": s.declined,
+            "damaged": s.damaged,
+            "write_errors": s.write_errors,
+            "dropped_writes": s.dropped_writes,
+            "requests_with_blocks": len(held),
+            "blocks_in_use": sum(held.values()),
+        }
+
+    def flush(self, timeout_s: float | None = None) -> bool:
+        """Waits until all blocks have their files. False if that took too long or failed."""
+        return self.store.flush(timeout_s)
+
+    def close(self, timeout_s: float = 10.0) -> bool:
+        """Writes what is queued and lets go of RAM and folder; calling it again is safe. False if blocks were lost."""
+        self.prefix_cache.close()
+        return self.store.close(timeout_s)
+
+
+def clear_cache(config: CacheConfig, managers: Collection[TieredCacheManager], model_name: str | None) -> Cleared:
+    """Deletes the stored blocks of a model, or of all: in the managers' tiers, and in the folders of models not loaded.
+
+    Blocks of running requests stay. Waits until the files are removed. Raises StoreLocked if another
+    process works on the cache root.
+    """
+    found: dict[tuple[str, bytes], int] = {}
+    for manager in managers:
+        if model_name in (None, manager.model_name):
+            folder = folder_name(manager.model_name)
+            found |= {(folder, block_hash): nbytes for block_hash, nbytes in manager.store.clear().items()}
+    root = config.paged_ssd_cache_dir
+    if root is not None and config.ssd_enabled:
+        disk = open_store(root, config.max_paged_ssd_cache_size, DEFAULT_QUEUE_BYTES)
+        try:
+            found |= disk.blocks.clear(None if model_name is None else folder_name(model_name))
+        finally:
+            release_store(disk, _RELEASE_S)
+    return Cleared(len(found), sum(found.values()))

@@ -1,0 +1,94 @@
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models.cache import ArraysCache, KVCache
+
+from omlx.cache import layer_state
+from omlx.cache.layer_state import KVSlabs, Uncacheable, describe, extract
+from tests.tiny import TinyRunner
+
+
+def filled(dtype: mx.Dtype, tokens: int = 50, layers: int = 2) -> list[KVCache]:
+    caches = [KVCache() for _ in range(layers)]
+    mx.random.seed(1)
+    for cache in caches:
+        cache.update_and_fetch(
+            mx.random.normal((1, 2, tokens, 4)).astype(dtype), mx.random.normal((1, 2, tokens, 6)).astype(dtype)
+        )
+    layer_state.evaluate(caches)
+    return caches
+
+
+def test_the_layout_says_what_a_block_holds():
+    layout = describe(filled(mx.bfloat16))
+    assert [p.name for p in layout.parts] == ["0.keys", "0.values", "1.keys", "1.values"]
+    assert layout.specs(16)[1] == ("0.values", "BF16", (1, 2, 16, 6))
+    assert layout.bytes_per_token == 2 * 2 * (4 + 6) * 2
+    assert str(layout) != str(describe(filled(mx.float16))) != str(describe(filled(mx.float16, layers=1)))
+
+
+def test_a_layer_of_an_unknown_class_makes_the_model_uncacheable():
+    answer = describe([*filled(mx.float32), ArraysCache(size=2)])
+    assert isinstance(answer, Uncacheable) and "layer 2" in answer.reason and "ArraysCache" in answer.reason
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+def test_cut_into_blocks_and_joined_again(dtype):
+    caches = filled(dtype)
+    layout = describe(caches)
+    slabs = KVSlabs(layout, 64)
+    for start, stop, take in ((0, 16, 16), (16, 32, 16), (32, 50, 7)):
+        slabs.target(start, take, stop - start).copy_from(extract(layout, caches, start, stop))
+    joined = slabs.caches(39)
+    for old, new in zip(caches, joined, strict=True):
+        assert new.offset == 39 and new.keys.shape[2] == 64 and new.keys.dtype == dtype
+        assert mx.array_equal(old.keys[:, :, :39], new.keys[:, :, :39])
+        assert mx.array_equal(old.values[:, :, :39], new.values[:, :, :39])
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+def test_pieces_take_a_files_payload_and_a_part_of_a_block_has_none(dtype):
+    caches = filled(dtype)
+    layout = describe(caches)
+    block = extract(layout, caches, 16, 32)
+    slabs = KVSlabs(layout, 48)
+    pieces = slabs.target(16, 16, 16).pieces()
+    assert pieces is not None and sum(p.nbytes for p in pieces) == block.nbytes
+    payload, at = memoryview(block.data), 0
+    for piece in pieces:
+        piece[:] = payload[at : at + piece.nbytes]
+        at += piece.nbytes
+    assert slabs.target(0, 5, 16).pieces() is None
+    del pieces, piece
+    (first, _) = slabs.caches(32)
+    assert mx.array_equal(first.keys[:, :, 16:32], caches[0].keys[:, :, 16:32])
+
+
+def test_a_block_does_not_change_when_its_cache_does():
+    caches = filled(mx.float32)
+    layout = describe(caches)
+    block = extract(layout, caches, 0, 16)
+    before = block.data.copy()
+    caches[0].keys[:] = 0
+    caches[0].update_and_fetch(mx.ones((1, 2, 3, 4)), mx.ones((1, 2, 3, 6)))
+    layer_state.evaluate(caches)
+    assert np.array_equal(block.data, before)
+
+
+def test_extracting_leaves_no_view_that_would_make_updates_copy():
+    caches = filled(mx.float32, tokens=100)
+    layout = describe(caches)
+    address = np.asarray(caches[0].keys).__array_interface__["data"][0]
+    extract(layout, caches, 0, 64)
+    caches[0].update_and_fetch(mx.ones((1, 2, 1, 4)), mx.ones((1, 2, 1, 6)))
+    layer_state.evaluate(caches)
+    assert np.asarray(caches[0].keys).__array_interface__["data"][0] == address
+
+
+def test_restored_caches_continue_like_the_originals():
+    runner = TinyRunner()
+    caches = runner.new_cache()
+    runner.prefill(list(range(40)), caches)
+    slabs = KVSlabs(runner.layout, 64)
+    slabs.target(0, 40, 40).copy_from(extract(runner.layout, caches, 0, 40))
+    assert mx.array_equal(runner.logits(7, slabs.caches(40)), runner.logits(7, caches))
