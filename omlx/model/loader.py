@@ -1,0 +1,188 @@
+"""Load a model folder: weights, tokenizer, and what the rest of omlx has to know about them."""
+
+import json
+import logging
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.utils import dequantize_model, load_model, load_tokenizer
+
+from omlx.errors import ModelError
+from omlx.model.folder import (
+    ModelInfo,
+    WeightFile,
+    check_folder,
+    find_model,
+    fingerprint,
+    list_models,
+    read_config,
+    read_weight_files,
+)
+
+__all__ = ["DEFAULT_CONTEXT_LENGTH", "LoadedModel", "ModelInfo", "find_model", "list_models", "load"]
+
+log = logging.getLogger(__name__)
+
+DEFAULT_CONTEXT_LENGTH = 4096
+"""Assumed, in tokens, for a model whose files do not say."""
+
+_CONTEXT_KEYS = (
+    "max_position_embeddings",
+    "n_positions",
+    "max_sequence_length",
+    "max_seq_length",
+    "max_seq_len",
+    "seq_length",
+    "model_max_length",
+    "n_ctx",
+)
+_UNBOUNDED = 10_000_000  # transformers writes absurdly large lengths for "not known"
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tiktoken.model", "vocab.json")
+_MESSAGE_LENGTH = 300
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model ready to run.
+
+    `model` has evaluated weights; `dtype` is what most of its floating-point weights are ("float32").
+    `vocab_size` is the width of its logits, which can exceed the tokenizer's vocabulary.
+    `context_length` is in tokens. `fingerprint` is 32 bytes of `folder.fingerprint`.
+    """
+
+    name: str
+    path: Path
+    model: nn.Module
+    tokenizer: TokenizerWrapper
+    config: dict[str, Any]
+    context_length: int
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+    fingerprint: bytes
+    dtype: str
+
+
+def load(path: Path, name: str | None = None) -> LoadedModel:
+    """Load a model folder. `name` defaults to the folder's.
+
+    On the CPU device the weights are dequantised and made float32, because quantised and half
+    precision kernels are far slower there. Nothing in the folder is ever executed. Raises
+    ModelError, in one line, for a folder that cannot be used.
+    """
+    path = path.expanduser()
+    check_folder(path)
+    read_config(path)
+    files = read_weight_files(path)
+    _check_loadable(path)
+    model, config = _load_weights(path)
+    tokenizer = _load_tokenizer(path, config)
+    return LoadedModel(
+        name=name or path.name,
+        path=path,
+        model=model,
+        tokenizer=tokenizer,
+        config=config,
+        context_length=_context_length(config, tokenizer),
+        vocab_size=_vocab_size(config, tokenizer),
+        eos_token_ids=frozenset(int(token) for token in tokenizer.eos_token_ids),
+        fingerprint=_fingerprint(path, files),
+        dtype=_main_dtype(model),
+    )
+
+
+def _check_loadable(path: Path) -> None:
+    if set(str(path)) & set("*?["):
+        raise ModelError(f"{path}: mlx-lm cannot load from a path with '*', '?' or '[' in it")
+    if not any((path / file).is_file() for file in _TOKENIZER_FILES):
+        raise ModelError(f"{path}: no tokenizer ({', '.join(_TOKENIZER_FILES[:3])})")
+
+
+def _load_weights(path: Path) -> tuple[nn.Module, dict[str, Any]]:
+    """Lazily up to the end, so that quantised weights can be freed while float32 ones are made."""
+    try:
+        model, config = load_model(path, lazy=True, strict=True, trust_remote_code=False)
+        if mx.default_device() == mx.cpu:
+            model = _as_float32(model)
+        mx.eval(model.parameters())
+    except Exception as error:  # broad: mlx-lm answers unusual files with all kinds of errors
+        raise ModelError(f"{path}: {_one_line(error)}") from error
+    return model, config
+
+
+def _as_float32(model: nn.Module) -> nn.Module:
+    """Scales become float32 first, so that the weights are not rounded to half precision on the way."""
+    model.set_dtype(mx.float32)
+    model = dequantize_model(model)
+    model.set_dtype(mx.float32)
+    left = {type(module).__name__ for _, module in model.named_modules() if "scales" in module}
+    if left:
+        log.warning("layers of kind %s stay quantised, which is slow on CPU", ", ".join(sorted(left)))
+    return model
+
+
+def _load_tokenizer(path: Path, config: dict[str, Any]) -> TokenizerWrapper:
+    """trust_remote_code is given as False because transformers would otherwise ask on the terminal."""
+    end = _lookup(config, "eos_token_id")
+    try:
+        return load_tokenizer(path, {"trust_remote_code": False}, eos_token_ids=end)
+    except Exception as error:  # broad: transformers and tokenizers raise all kinds of errors
+        reason = "it needs its own code, which omlx never runs" if _has_own_code(path) else _one_line(error)
+        raise ModelError(f"{path}: tokenizer: {reason}") from error
+
+
+def _has_own_code(path: Path) -> bool:
+    """Whether the tokenizer names a class in a file of the folder."""
+    try:
+        config = json.loads((path / "tokenizer_config.json").read_bytes())
+        return "AutoTokenizer" in config.get("auto_map", {})
+    except (OSError, ValueError, AttributeError, TypeError):
+        return False
+
+
+def _fingerprint(path: Path, files: list[WeightFile]) -> bytes:
+    try:
+        return fingerprint(path, files)
+    except OSError as error:
+        raise ModelError(f"{path}: {error}") from error
+
+
+def _one_line(error: Exception) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, KeyError):
+        text = f"missing {text}"
+    return text if len(text) <= _MESSAGE_LENGTH else text[: _MESSAGE_LENGTH - 3] + "..."
+
+
+def _lookup(config: dict[str, Any], key: str) -> Any:
+    """A value of the config, or of the part of it that describes the language model."""
+    text = config.get("text_config")
+    nested = text.get(key) if isinstance(text, dict) else None
+    return config[key] if config.get(key) is not None else nested
+
+
+def _context_length(config: dict[str, Any], tokenizer: TokenizerWrapper) -> int:
+    candidates = [_lookup(config, key) for key in _CONTEXT_KEYS]
+    candidates.append(getattr(tokenizer, "model_max_length", None))
+    for value in candidates:
+        if isinstance(value, int | float) and 0 < value < _UNBOUNDED:
+            return int(value)
+    return DEFAULT_CONTEXT_LENGTH
+
+
+def _vocab_size(config: dict[str, Any], tokenizer: TokenizerWrapper) -> int:
+    size = _lookup(config, "vocab_size")
+    return size if isinstance(size, int) and size > 0 else len(tokenizer)
+
+
+def _main_dtype(model: nn.Module) -> str:
+    sizes: Counter[str] = Counter()
+    for _, array in tree_flatten(model.parameters()):
+        if mx.issubdtype(array.dtype, mx.floating):
+            sizes[str(array.dtype).removeprefix("mlx.core.")] += array.size
+    return max(sizes, key=lambda dtype: sizes[dtype], default="float32")

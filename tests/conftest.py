@@ -1,0 +1,27 @@
+"""Models for the tests: a tiny random one made on the spot, and the starter model if it is at hand."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from omlx.model.folder import is_model, models_folder
+from omlx.model.starter import STARTER
+from omlx.testing import make_tiny_model
+
+
+@pytest.fixture(scope="session")
+def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An ordinary model folder with random weights; not to be changed."""
+    return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def starter_model_dir() -> Path:
+    """The starter model's folder, under OMLX_TEST_MODELS or OMLX_HOME (default ~/.omlx); not to be changed."""
+    homes = (os.environ.get("OMLX_TEST_MODELS"), os.environ.get("OMLX_HOME"), "~/.omlx")
+    for home in filter(None, homes):
+        folder = models_folder(Path(home).expanduser()) / STARTER
+        if is_model(folder):
+            return folder
+    pytest.skip(f"the starter model is not there; `omlx pull {STARTER}` fetches it")
