@@ -1,0 +1,244 @@
+"""The models of one server: which there are, and an engine for each that is in use."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from omlx.cache.grid import PrefillGrid
+from omlx.cache.layer_state import CacheLayout
+from omlx.cache.prefix_cache import CacheIdentity
+from omlx.cache.probe import PrefixProbe
+from omlx.cache.tiered_manager import Cleared, TieredCacheManager, clear_cache
+from omlx.engine.core import Engine, MLXThread, Streams
+from omlx.errors import ModelError, NotFound, Overloaded
+from omlx.memory_monitor import MemoryMonitor
+from omlx.model import loader
+from omlx.model.folder import find_model, list_models
+from omlx.model.progress import folder_bytes
+from omlx.model.runner import TextRunner, numerics
+from omlx.scheduler import Scheduler, SchedulerConfig
+from omlx.sizes import format_size
+from omlx.storage.folder import StoreLocked
+from omlx.storage.hot_tier import HotTier
+
+log = logging.getLogger(__name__)
+
+_READY_WITHIN_S = 5.0
+
+# Figures of single models that make sense as a sum; what is shared is measured once.
+_SUMMED = (
+    "hits", "misses", "restores", "evictions", "damaged", "blocks_hot", "requests_with_blocks", "blocks_in_use",
+    "kv_bytes", "kv_tokens", "running_requests", "waiting_requests", "requests", "prompt_tokens",
+    "cached_ram_tokens", "cached_ssd_tokens", "generated_tokens",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """A model that can be asked for; `loaded` once its engine runs."""
+
+    name: str
+    path: Path
+    size_bytes: int
+    loaded: bool
+
+
+@dataclass(slots=True)
+class _Loaded:
+    engine: Engine
+    tiers: TieredCacheManager | None  # None for a model that is served without a cache
+
+
+class EnginePool:
+    """Engines by model name, loaded on first use, all on one MLX thread and over one RAM tier.
+
+    `model` (a name or a folder) serves that one alone and loads it at start; None serves every
+    model under `home`.
+    """
+
+    def __init__(self, config: SchedulerConfig, home: Path, model: str | None = None) -> None:
+        self.config = config
+        self._home = home
+        self._only = find_model(model, home) if model is not None else None
+        self._only_name = self._name(model) if model is not None else ""
+        self._hot = HotTier(config.hot_cache_max_size)
+        self.memory = MemoryMonitor(self._hot, config.max_process_memory)
+        self._thread = MLXThread(self._watch_memory)
+        self._loaded: dict[str, _Loaded] = {}
+        self._locks: dict[str, asyncio.Lock] = {}
+
+    def _name(self, model: str) -> str:
+        known = {info.path: info.name for info in list_models(self._home)}
+        path = find_model(model, self._home)
+        return known.get(path, path.resolve().name)
+
+    async def start(self) -> None:
+        """Starts the MLX thread and loads the model that was named. Raises ModelError."""
+        self._thread.start()
+        if self._only is not None:
+            await self.get(self._only_name)
+
+    async def stop(self, timeout_s: float = 10.0) -> None:
+        """Aborts what runs, stores what it computed, writes the cache out; within `timeout_s`."""
+        deadline = time.monotonic() + timeout_s
+        await asyncio.to_thread(self._stop, deadline)
+
+    def _stop(self, deadline: float) -> None:
+        if not self._thread.stop(max(0.1, (deadline - time.monotonic()) / 2)):
+            log.warning("the MLX thread is still at work; its requests are dropped")
+        for loaded in self._loaded.values():
+            if loaded.tiers is not None:
+                self.memory.forget(loaded.tiers)
+                loaded.tiers.close(max(0.1, deadline - time.monotonic() - 0.5))
+        self._loaded.clear()
+
+    def models(self) -> list[ServedModel]:
+        """What can be asked for, in name order."""
+        if self._only is not None:
+            found = [(self._only_name, self._only, folder_bytes(self._only))]
+        else:
+            found = [(info.name, info.path, info.size_bytes) for info in list_models(self._home)]
+        return [ServedModel(name, path, size, name in self._loaded) for name, path, size in found]
+
+    async def get(self, name: str) -> Engine:
+        """The engine of a model, loaded if it is not yet. Raises NotFound, ModelError."""
+        if name in self._loaded:
+            return self._loaded[name].engine
+        served = next((model for model in self.models() if model.name == name), None)
+        if served is None:
+            names = ", ".join(model.name for model in self.models()) or "none"
+            raise NotFound(f"no model {name!r} here; there is: {names}")
+        async with self._locks.setdefault(name, asyncio.Lock()):
+            if name not in self._loaded:
+                work = self._thread.call(lambda: self._load(served))
+                self._loaded[name] = await asyncio.wrap_future(work)
+        return self._loaded[name].engine
+
+    def loaded(self) -> list[Engine]:
+        """The engines that run."""
+        return [entry.engine for entry in self._loaded.values()]
+
+    async def ready(self) -> bool:
+        """Whether the MLX thread answers."""
+        if not self._thread.alive:
+            return False
+        try:
+            await asyncio.wait_for(asyncio.wrap_future(self._thread.call(lambda: None)), _READY_WITHIN_S)
+        except TimeoutError:
+            return False
+        return True
+
+    def _watch_memory(self, idle: bool) -> None:
+        """Between steps. What evicting blocks cannot mend pauses requests, one for each look at the process."""
+        looks = self.memory.looks
+        self.memory.check(now=idle)
+        if self.memory.looks == looks:
+            return
+        schedulers = [loaded.engine.scheduler for loaded in list(self._loaded.values())]
+        for scheduler in schedulers:
+            scheduler.squeezed = self.memory.excess > 0
+        if schedulers and self.memory.excess:
+            max(schedulers, key=lambda scheduler: scheduler.kv_bytes).pause_newest()
+
+    # ---- what operators see and do
+
+    async def cache_figures(self) -> dict[str, Any]:
+        """What caches and running requests hold: `total`, and `models` by name for those that are loaded.
+
+        Bytes unless a name says otherwise. Raises Overloaded if the MLX thread is busy for too long.
+        """
+        if not self._thread.alive:
+            return self._figures()
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(self._thread.call(self._figures)), _READY_WITHIN_S)
+        except TimeoutError:
+            raise Overloaded("the engine is busy loading a model or with a long step; try again later") from None
+
+    def _figures(self) -> dict[str, Any]:
+        """On the MLX thread, since it looks at what a step changes."""
+        models = {name: _model_figures(loaded) for name, loaded in list(self._loaded.items())}
+        total: dict[str, Any] = {key: sum(figures.get(key, 0) for figures in models.values()) for key in _SUMMED}
+        stores = [loaded.tiers.store.stats() for loaded in list(self._loaded.values()) if loaded.tiers is not None]
+        ssd = max((stats.ssd_total_bytes for stats in stores), default=0)
+        queue = max((stats.queue_bytes for stats in stores), default=0)
+        total |= asdict(self.memory.figures()) | {"max_kv_cache_memory": self.config.max_kv_cache_memory}
+        total["bytes"] = {"ram": self._hot.bytes, "ssd": ssd, "queue": queue}
+        return {"total": total, "models": models}
+
+    async def _step_ended(self) -> None:
+        """Waits for the step that is under way: a request has its whole answer before its state is stored."""
+        await self.ready()
+
+    async def cache_probe(self, name: str, tokens: Sequence[int], salt: str = "") -> PrefixProbe | None:
+        """What the cache has of a prompt now, changing nothing; None for a model without a cache.
+
+        Loads the model if it is not yet. Raises NotFound, ModelError.
+        """
+        await self.get(name)
+        await self._step_ended()
+        tiers = self._loaded[name].tiers
+        return None if tiers is None else await asyncio.to_thread(tiers.prefix_cache.probe, tokens, salt)
+
+    async def clear_cache(self, name: str | None = None) -> Cleared:
+        """Deletes the stored blocks of one model or of all, loaded or not; those of running requests stay.
+
+        A name without blocks gives zeros. Raises StoreLocked if another process works on the cache folder.
+        """
+        await self._step_ended()
+        managers = [loaded.tiers for loaded in self._loaded.values() if loaded.tiers is not None]
+        return await asyncio.to_thread(clear_cache, self.config, managers, name)
+
+    def _load(self, served: ServedModel) -> _Loaded:
+        """Builds a model's whole stack; runs on the MLX thread."""
+        started = time.monotonic()
+        model = loader.load(served.path, served.name)
+        runner = TextRunner(model)
+        tiers = self._cache_stack(runner)
+        streams = Streams()
+        scheduler = Scheduler(runner, self.config, tiers.prefix_cache if tiers else None, streams.emit)
+        if not scheduler.most_tokens:
+            limit = format_size(self.config.max_kv_cache_memory)
+            raise ModelError(f"--max-kv-cache-memory {limit} has no room for a single request of {served.name}")
+        self._thread.attach(scheduler)
+        if tiers is not None:
+            self.memory.watch(tiers)
+        log.info("model %s loaded in %.1f s", served.name, time.monotonic() - started)
+        return _Loaded(Engine(model, scheduler, self._thread, streams), tiers)
+
+    def _cache_stack(self, runner: TextRunner) -> TieredCacheManager | None:
+        layout = runner.layout
+        if not isinstance(layout, CacheLayout):
+            log.warning("model %s is served without a cache: %s", runner.name, layout.reason)
+            return None
+        grid = "any" if self.config.exact == "off" else str(PrefillGrid(self.config.block_size))
+        identity = CacheIdentity(runner.fingerprint, layout, numerics(grid))
+        return self._open_tiers(runner.name, identity)
+
+    def _open_tiers(self, name: str, identity: CacheIdentity) -> TieredCacheManager | None:
+        config = self.config
+        try:
+            return self._tiers(config, name, identity) if config.enabled else None
+        except StoreLocked as error:
+            log.warning("%s: serving without the SSD tier", error)
+            config = replace(config, paged_ssd_cache_dir=None)
+            return self._tiers(config, name, identity) if config.enabled else None
+
+    def _tiers(self, config: SchedulerConfig, name: str, identity: CacheIdentity) -> TieredCacheManager:
+        return TieredCacheManager(
+            config.max_kv_cache_memory, config.paged_ssd_cache_dir, config=config, model_name=name,
+            identity=identity, num_layers=len(identity.layout.kinds), hot_tier=self._hot,
+        )  # fmt: skip
+
+
+def _model_figures(loaded: _Loaded) -> dict[str, Any]:
+    scheduler = loaded.engine.scheduler
+    requests = asdict(scheduler.stats) | {
+        "running_requests": scheduler.running_requests,
+        "waiting_requests": scheduler.waiting_requests,
+    }
+    held = {"kv_bytes": scheduler.kv_bytes, "kv_tokens": scheduler.kv_tokens, "exact": scheduler.config.exact}
+    return requests | held | {"cache": loaded.tiers is not None} | (loaded.tiers.stats() if loaded.tiers else {})
