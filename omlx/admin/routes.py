@@ -1,0 +1,128 @@
+"""The routes under /admin: what the caches hold, what they have of a prompt, and how to empty them.
+
+Who may come here is decided before, by `server.AdminCheck`.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+from pydantic import Field
+
+from omlx import __version__
+from omlx.api import openai
+from omlx.api.chat import ChatRequest, EnginePool, tokenize
+from omlx.api.openai_body import Body, TokenIds, validated
+from omlx.errors import BadRequest
+from omlx.settings import Settings, option_fields, option_name
+
+if TYPE_CHECKING:  # they load MLX, which takes seconds: the server listens before that
+    from omlx.cache.probe import PrefixProbe
+    from omlx.cache.tiered_manager import Cleared
+
+ReadJson = Callable[[Request], Awaitable[dict[str, Any]]]
+ModelName = Annotated[str, Field(min_length=1, max_length=500)]
+
+_NO_CACHE = {
+    "blocks": [],
+    "cached_tokens": 0,
+    "first_miss": {"token": 0, "reason": "this model is served without a cache"},
+}
+
+
+class AdminPool(EnginePool, Protocol):
+    """What operators ask of all served models (omlx.engine.pool has the real one)."""
+
+    async def cache_figures(self) -> dict[str, Any]: ...
+
+    async def cache_probe(self, name: str, tokens: Sequence[int], salt: str = "") -> "PrefixProbe | None": ...
+
+    async def clear_cache(self, name: str | None = None) -> "Cleared": ...
+
+
+class ProbeBody(Body):
+    """POST /admin/cache_probe: a prompt as in a chat completion, in a completion, or as token ids."""
+
+    model: ModelName
+    messages: Any = None
+    prompt: Any = None
+    tokens: Annotated[TokenIds, Field(min_length=1)] | None = None
+    chat_template_kwargs: Any = None
+    cache_salt: Any = None
+
+
+class ClearBody(Body):
+    """POST /admin/cache/clear: null stands for all models, and has to be written out."""
+
+    model: ModelName | None
+
+
+def router(pool: AdminPool, settings: Settings, read_json: ReadJson) -> APIRouter:
+    """GET and POST /admin/cache_probe, POST /admin/cache/clear. `read_json` gives a request's body."""
+
+    async def figures() -> Response:
+        return JSONResponse({"version": __version__, **await pool.cache_figures(), "settings": _in_force(settings)})
+
+    async def probe(http: Request) -> Response:
+        asked = _asked(await read_json(http))
+        engine = await pool.get(asked.model)
+        tokens = await asyncio.to_thread(tokenize, engine, asked)
+        if not tokens:
+            raise BadRequest("the prompt is empty", param=asked.prompt_field)
+        found = await pool.cache_probe(asked.model, tokens, asked.cache_salt)
+        return JSONResponse({"model": asked.model, "tokens": len(tokens)} | _shown(found))
+
+    async def clear(http: Request) -> Response:
+        fields = validated(ClearBody, await read_json(http))
+        return JSONResponse((await pool.clear_cache(fields.model))._asdict())
+
+    routes = APIRouter(prefix="/admin")
+    routes.add_api_route("/cache_probe", figures, methods=["GET"])
+    routes.add_api_route("/cache_probe", probe, methods=["POST"])
+    routes.add_api_route("/cache/clear", clear, methods=["POST"])
+    return routes
+
+
+def _in_force(settings: Settings) -> dict[str, Any]:
+    """Every option with its value (sizes in bytes, secrets masked) and where it came from."""
+    values, sources = settings.model_dump(mode="json"), settings.resolve_sources()
+    return {option_name(name): {"value": values[name], "source": sources[name]} for name in option_fields()}
+
+
+def _asked(body: dict[str, Any]) -> ChatRequest:
+    """The prompt, taken apart as the dialect does it. Raises BadRequest."""
+    fields = validated(ProbeBody, body)
+    given = [name for name in ("messages", "prompt", "tokens") if getattr(fields, name) is not None]
+    if len(given) != 1:
+        raise BadRequest("exactly one of messages, prompt and tokens has to be given", param=(given or ["messages"])[0])
+    parts = {"model": fields.model, "cache_salt": fields.cache_salt}
+    if fields.messages is not None:
+        extra = {"messages": fields.messages, "chat_template_kwargs": fields.chat_template_kwargs}
+        return openai.parse_chat(parts | extra)[0]
+    if fields.prompt is not None:
+        return openai.parse_completion(parts | {"prompt": fields.prompt})[0]
+    return replace(openai.parse_completion(parts | {"prompt": fields.tokens})[0], prompt_field="tokens")
+
+
+def _shown(probe: "PrefixProbe | None") -> dict[str, Any]:
+    if probe is None:
+        return _NO_CACHE
+    blocks = [
+        {
+            "index": block.index,
+            "hash": block.block_hash.hex(),
+            "tokens": block.tokens,
+            "cached_tokens": block.cached_tokens,
+            "state": block.state,
+        }
+        for block in probe.blocks
+    ]
+    miss = probe.first_miss
+    return {
+        "blocks": blocks,
+        "cached_tokens": probe.cached_tokens,
+        "first_miss": None if miss is None else {"token": miss.token, "reason": miss.reason},
+    }

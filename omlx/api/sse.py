@@ -1,0 +1,128 @@
+"""Server-sent events, and what to do when the client goes away.
+
+The hard part is the start: an error that comes before the first token should have its own HTTP status,
+but a long prompt takes minutes, and headers and comments have to flow meanwhile or clients and proxies
+give up. So `begin` waits for the first event, for an error, or for a second, whatever comes first. The
+engine refuses at once what it cannot take, well within that second.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from omlx.api.events import INTERNAL_FAULT, Dialect, Event, Finished, TextPiece, fault_of, progress
+from omlx.errors import OmlxError
+from omlx.request import Request
+
+logger = logging.getLogger(__name__)
+
+ACCEPT_S = 1.0
+PROGRESS_S = 1.0
+
+T = TypeVar("T")
+Events = AsyncGenerator[TextPiece | Finished, None]
+
+
+class ClientGone(Exception):
+    """The client closed its connection before its answer was complete."""
+
+
+async def begin(events: Events) -> asyncio.Task[TextPiece | Finished]:
+    """Starts an answer; returns the task that waits for its first event.
+
+    Returns when that event is there or after ACCEPT_S; raises what went wrong until then.
+    """
+    first = asyncio.create_task(_next(events))
+    try:
+        await asyncio.wait({first}, timeout=ACCEPT_S)
+    except asyncio.CancelledError:
+        await _finish(first)
+        raise
+    if first.done():
+        first.result()
+    return first
+
+
+async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is cancelled when the client goes away: ClientGone is raised then.
+
+    The request's body must have been read: what `receive` gives after it is the end of the connection.
+    """
+    job = asyncio.create_task(work)
+    gone = asyncio.create_task(_disconnected(receive))
+    try:
+        await asyncio.wait({job, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if job.done():
+            return job.result()
+        raise ClientGone
+    finally:
+        await _finish(job, gone)
+
+
+class EventStreamResponse(Response):
+    """Sends an answer as it comes. The request ends with the connection, whoever ends that."""
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self, first: asyncio.Task[TextPiece | Finished], events: Events, dialect: Dialect, request: Request
+    ) -> None:
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self._first = first
+        self._events = events
+        self._dialect = dialect
+        self._request = request
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            with suppress(ClientGone):
+                await until_disconnect(receive, self._send_all(send))
+        finally:
+            await _finish(self._first)
+            await self._events.aclose()
+
+    async def _send_all(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        try:
+            await self._send_events(send)
+        except OmlxError as error:
+            await self._send(send, fault_of(error))
+        except Exception:
+            logger.exception("an answer ended with an unexpected error")
+            await self._send(send, INTERNAL_FAULT)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send_events(self, send: Send) -> None:
+        while not self._first.done():
+            await self._send(send, progress(self._request))
+            await asyncio.wait({self._first}, timeout=PROGRESS_S)
+        await self._send(send, self._first.result())
+        async for event in self._events:
+            await self._send(send, event)
+
+    async def _send(self, send: Send, event: Event) -> None:
+        body = "".join(self._dialect.frames(event)).encode()
+        if body:
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+
+
+async def _next(events: Events) -> TextPiece | Finished:
+    return await anext(events)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _finish(*tasks: asyncio.Task[Any]) -> None:
+    """Cancels tasks and waits until they have cleaned up."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,65 @@
+"""Ways to talk to an application in tests: in this process, and over a real socket."""
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import uvicorn
+from fastapi import FastAPI
+
+CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
+COMPLETION = {"model": "tiny", "prompt": "hi"}
+
+
+def call(app: FastAPI, method: str, path: str, **options: Any) -> httpx.Response:
+    """One request without a socket; an exception in the application becomes its 500."""
+
+    async def send() -> httpx.Response:
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            return await client.request(method, path, **options)
+
+    return asyncio.run(send())
+
+
+def chat(app: FastAPI, **fields: Any) -> httpx.Response:
+    return call(app, "POST", "/v1/chat/completions", json=CHAT | fields)
+
+
+def complete(app: FastAPI, **fields: Any) -> httpx.Response:
+    return call(app, "POST", "/v1/completions", json=COMPLETION | fields)
+
+
+def sse_chunks(body: str) -> list[dict[str, Any]]:
+    """The objects of an event stream, which has to end with [DONE]."""
+    lines = [line.removeprefix("data: ") for line in body.split("\n\n") if line.startswith("data: ")]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+@contextmanager
+def served(app: FastAPI) -> Iterator[str]:
+    """The application behind a real server on a free port of this machine; gives its address."""
+    server = uvicorn.Server(uvicorn.Config(app, port=0, lifespan="on", ws="none", log_config=None, access_log=False))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        wait_until(lambda: server.started or not thread.is_alive())
+        assert server.started
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+def wait_until(condition: Any, timeout_s: float = 10.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.02)

@@ -1,0 +1,164 @@
+"""Streams over a real socket: their start, their keep-alive, and clients that leave."""
+
+import asyncio
+import json
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+
+from omlx.api import sse
+from omlx.errors import EngineError
+from tests.api.fakes import REPLY
+from tests.api.serving import CHAT, served, sse_chunks, wait_until
+
+
+@pytest.fixture
+def address(app):
+    with served(app) as address:
+        yield address
+
+
+def send_and_leave(address: str, body: dict, wait: float = 0.0, read: int = 0) -> None:
+    """A client that closes its socket in the middle of things."""
+    host, port = address.removeprefix("http://").split(":")
+    content = json.dumps(body).encode()
+    with socket.create_connection((host, int(port)), timeout=10) as client:
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n"
+        client.sendall(head.encode() + content)
+        got = b""
+        while len(got) < read:
+            got += client.recv(1000)
+        time.sleep(wait)
+
+
+def test_comments_tell_of_prefill_until_the_first_token(address, engine, monkeypatch):
+    monkeypatch.setattr(sse, "ACCEPT_S", 0.05)
+    monkeypatch.setattr(sse, "PROGRESS_S", 0.1)
+    engine.prefill_s = 0.8
+    with httpx.stream("POST", f"{address}/v1/chat/completions", json=CHAT | {"stream": True}) as response:
+        started = time.monotonic()
+        assert response.status_code == 200
+        assert response.headers["content-type"].startswith("text/event-stream")
+        lines = [(time.monotonic() - started, line) for line in response.iter_lines() if line]
+    comments = [line for _, line in lines if line.startswith(":")]
+    assert lines[0][0] < 0.4
+    assert comments[0] == ": prefill 0/20"
+    assert ": prefill 15/20" in comments
+    assert [line.startswith(":") for _, line in lines] == sorted((c.startswith(":") for _, c in lines), reverse=True)
+
+
+def test_a_quick_answer_has_no_comments(address):
+    text = httpx.post(f"{address}/v1/chat/completions", json=CHAT | {"stream": True}).text
+    assert not any(line.startswith(":") for line in text.splitlines())
+    assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in sse_chunks(text)) == REPLY
+
+
+def test_tokens_come_as_they_are_made(address, engine):
+    engine.token_s = 0.05
+    with httpx.stream("POST", f"{address}/v1/chat/completions", json=CHAT | {"stream": True}) as response:
+        times = [time.monotonic() for line in response.iter_lines() if line.startswith("data: ")]
+    assert times[-1] - times[0] > 0.05 * (len(REPLY.encode()) - 2)
+
+
+def test_an_error_after_the_headers_is_an_event(address, engine, monkeypatch):
+    monkeypatch.setattr(sse, "ACCEPT_S", 0.05)
+    engine.prefill_s, engine.failure = 0.3, EngineError("it broke")
+    response = httpx.post(f"{address}/v1/chat/completions", json=CHAT | {"stream": True})
+    assert response.status_code == 200
+    lines = [line for line in response.text.splitlines() if line]
+    assert lines[0].startswith(": prefill")
+    assert json.loads(lines[-1].removeprefix("data: "))["error"]["message"] == "it broke"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("wait", [0.1, 1.5])
+def test_a_client_that_leaves_while_its_prompt_is_prefilled_stops_it(address, engine, stream, wait):
+    engine.prefill_s = 60
+    send_and_leave(address, CHAT | {"stream": stream}, wait=wait)
+    wait_until(lambda: engine.aborted, timeout_s=3)
+    assert not engine.running
+
+
+@pytest.mark.parametrize(("stream", "read"), [(False, 0), (True, 500)])
+def test_a_client_that_leaves_in_the_middle_of_its_answer_stops_it(address, engine, stream, read):
+    engine.endless, engine.token_s, engine.context_length = True, 0.01, 10**6
+    send_and_leave(address, CHAT | {"stream": stream}, wait=0.3, read=read)
+    wait_until(lambda: engine.aborted, timeout_s=3)
+    assert not engine.running
+
+
+def test_a_client_that_does_not_read_holds_up_nobody(address, engine):
+    engine.endless, engine.context_length = True, 10**6
+    host, port = address.removeprefix("http://").split(":")
+    content = json.dumps(CHAT | {"stream": True}).encode()
+    with socket.create_connection((host, int(port)), timeout=10) as client:
+        client.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(content))
+        client.sendall(content)
+        wait_until(lambda: engine.running)
+        assert httpx.get(f"{address}/health").status_code == 200
+        answer = httpx.post(f"{address}/v1/chat/completions", json=CHAT | {"max_tokens": 3})
+        assert answer.json()["choices"][0]["message"]["content"] == "Gr"
+    wait_until(lambda: not engine.running, timeout_s=3)
+
+
+def test_many_at_once_get_their_own_answers(address, engine):
+    engine.token_s = 0.002
+
+    def ask(index: int) -> tuple[int, int]:
+        body = CHAT | {"max_tokens": index + 1, "stream": index % 2 == 0}
+        response = httpx.post(f"{address}/v1/chat/completions", json=body, timeout=30)
+        if index % 2:
+            return index, response.json()["usage"]["completion_tokens"]
+        content = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in sse_chunks(response.text))
+        return index, (index + 1 if REPLY.encode()[: index + 1].decode(errors="ignore") == content else -1)
+
+    with ThreadPoolExecutor(16) as threads:
+        assert list(threads.map(ask, range(16))) == [(index, index + 1) for index in range(16)]
+
+
+def test_work_is_cancelled_with_its_caller():
+    cleaned = []
+
+    async def work() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            cleaned.append(True)
+
+    async def never() -> dict:
+        await asyncio.sleep(60)
+        return {}
+
+    async def scenario() -> None:
+        task = asyncio.create_task(sse.until_disconnect(never, work()))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(scenario())
+    assert cleaned == [True]
+
+
+def test_a_start_that_is_cancelled_stops_the_answer():
+    cleaned = []
+
+    async def events():
+        try:
+            await asyncio.sleep(60)
+            yield
+        finally:
+            cleaned.append(True)
+
+    async def scenario() -> None:
+        task = asyncio.create_task(sse.begin(events()))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(scenario())
+    assert cleaned == [True]
