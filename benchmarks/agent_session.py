@@ -1,0 +1,144 @@
+"""A 12-turn conversation over real text, with one server restart in the middle.
+
+    python benchmarks/agent_session.py [--quick] [--turns 12] [--piece-tokens 140]
+
+Every turn hands the model the next piece of the Python standard library's sources and keeps its short
+answer in the history. omlx (exact mode on and off) and mlx_lm.server hold the same conversation, in turn.
+What a turn has to compute is what no earlier turn has held: the new message. All that is computed beyond that is
+re-prefill, whatever the reason: a restart, the grid of exact mode, a token that was sampled but never fed.
+"""
+
+import argparse
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from common import (
+    Answer,
+    BenchmarkError,
+    Corpus,
+    Message,
+    Server,
+    ask,
+    model_folder,
+    note,
+    omlx_server,
+    parser,
+    peer_server,
+    run,
+)
+from report import Report
+
+SYSTEM = "You review Python code. Answer in one short sentence."
+ANSWER_TOKENS = 24
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One question and answer. `new` counts the prompt tokens that this server had never seen."""
+
+    answer: Answer
+    new: int
+
+    @property
+    def beyond(self) -> int:
+        """Prompt tokens computed although their state had been computed before."""
+        return max(0, self.answer.recomputed - self.new)
+
+
+@dataclass
+class Session:
+    """One server's side of the conversation: its history, and the token ids it has states for."""
+
+    server: Server
+    corpus: Corpus
+    messages: list[Message] = field(default_factory=lambda: [{"role": "system", "content": SYSTEM}])
+    known: list[int] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
+
+    async def turn(self, piece: str) -> None:
+        self.messages.append({"role": "user", "content": f"What does this do?\n\n{piece}"})
+        prompt = self.corpus.chat_tokens(self.messages)
+        answer = await ask(self.server, self.messages, max_tokens=ANSWER_TOKENS)
+        if answer.prompt_tokens != len(prompt):
+            raise BenchmarkError(f"{self.server.name} counts {answer.prompt_tokens} prompt tokens, not {len(prompt)}")
+        self.turns.append(Turn(answer, len(prompt) - common_prefix(prompt[:-1], self.known)))
+        self.known = prompt + self.corpus.text_tokens(answer.text)
+        self.messages.append({"role": "assistant", "content": answer.text})
+
+
+def common_prefix(a: list[int], b: list[int]) -> int:
+    """How many tokens the two lists begin with in common."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+async def main(args: argparse.Namespace, work: Path) -> None:
+    report = Report("agent_session", args)
+    corpus = Corpus(model_folder(args.model))
+    pieces = [corpus.prompt(args.piece_tokens) for _ in range(args.turns)]
+    servers = [omlx_server(args, work, name=f"omlx --exact {mode}", exact=mode) for mode in ("on", "off")]
+    servers.append(peer_server(args, work))
+    report.used(*servers)
+    async with AsyncExitStack() as stack:
+        sessions = [Session(await stack.enter_async_context(server), corpus) for server in servers]
+        await converse(sessions, pieces, restart_before=args.turns // 2)
+    fill(report, sessions, restart_before=args.turns // 2)
+    report.finish()
+
+
+async def converse(sessions: list[Session], pieces: list[str], restart_before: int) -> None:
+    for number, piece in enumerate(pieces):
+        for session in sessions:
+            if number == restart_before:
+                await session.server.restart()
+            await session.turn(piece)
+            last = session.turns[-1]
+            note(f"turn {number + 1}, {session.server.name}: {last.answer.prompt_tokens} tokens, "
+                 f"{last.answer.cached_tokens} cached, first token after {last.answer.ttft:.2f} s")  # fmt: skip
+
+
+def fill(report: Report, sessions: list[Session], restart_before: int) -> None:
+    totals = report.table(
+        "A conversation with one restart: totals", "server", "prompt tokens", "cached", "prefilled",
+        "of these seen before", "first tokens, s", "whole wait, s",
+    )  # fmt: skip
+    for session in sessions:
+        answers = [turn.answer for turn in session.turns]
+        totals.add(
+            session.server.name, sum(a.prompt_tokens for a in answers), sum(a.cached_tokens for a in answers),
+            sum(a.recomputed for a in answers), sum(turn.beyond for turn in session.turns),
+            f"{sum(a.ttft for a in answers):.1f}", f"{sum(a.duration for a in answers):.1f}",
+        )  # fmt: skip
+        _add_turns(report, session, restart_before)
+        report.samples[session.server.name] = [
+            {"ttft_s": round(t.answer.ttft, 4), "wait_s": round(t.answer.duration, 4), "new_tokens": t.new,
+             "prompt_tokens": t.answer.prompt_tokens, "cached_tokens": t.answer.cached_tokens} for t in session.turns
+        ]  # fmt: skip
+
+
+def _add_turns(report: Report, session: Session, restart_before: int) -> None:
+    table = report.table(
+        f"Turn by turn: {session.server.name}", "turn", "prompt tokens", "cached", "prefilled", "of these new",
+        "of these seen before", "TTFT, s", "wait, s",
+    )  # fmt: skip
+    for number, turn in enumerate(session.turns):
+        a = turn.answer
+        name = f"{number + 1} (restarted)" if number == restart_before else number + 1
+        table.add(
+            name, a.prompt_tokens, a.cached_tokens, a.recomputed, turn.new, turn.beyond,
+            f"{a.ttft:.2f}", f"{a.duration:.2f}",
+        )  # fmt: skip
+
+
+def options() -> argparse.Namespace:
+    made = parser(__doc__)
+    made.add_argument("--turns", type=int, default=12)
+    made.add_argument("--piece-tokens", type=int, default=140, help="tokens of source text in each turn")
+    args: argparse.Namespace = made.parse_args()
+    if args.quick:
+        args.turns, args.piece_tokens = 4, 40
+    return args
+
+
+if __name__ == "__main__":
+    run(main, options())
