@@ -34,14 +34,18 @@ def stats(settings: Settings, model: str | None, as_json: bool) -> int:
     found, images = survey.usage(_blocks(root, model)), survey.features(root, _wanted(model))
     holder = survey.holder(root)
     if as_json:
-        _print_json(_stats_json(found, images) | {"folder": str(root), "in_use_by": holder, "limit_bytes": limit})
+        _print_json(
+            _stats_json(found, images)
+            | {"folder": str(root), "in_use_by": holder, "limit_bytes": None if holder else limit}
+        )
         return 0
     if found:
         _print_usage(found)
     if images:
         _say(f"features of {len(images)} images, {format_size(sum(image.nbytes for image in images))}")
-    state = f"in use by process {holder}" if holder else "not in use"
-    _say(f"{root}: {state}, limit {format_size(limit)}{'' if found else ', no blocks'}")
+    # A server has a limit of its own; these settings are those of this command.
+    state = f"in use by process {holder}" if holder else f"not in use, limit {format_size(limit)}"
+    _say(f"{root}: {state}{'' if found else ', no blocks'}")
     return 0
 
 

@@ -10,11 +10,11 @@ from omlx.cache.paged_cache import PagedCacheManager
 from omlx.cache.paged_ssd_cache import PagedSSDCacheManager
 from omlx.cache.prefix_cache import BlockAwarePrefixCache, CacheIdentity
 from omlx.cache.vision_feature_cache import VisionFeatureSSDCache
-from omlx.storage.folder import folder_name
+from omlx.sizes import parse_size
+from omlx.storage.folder import VISION_FOLDER, folder_name
 from omlx.storage.hot_tier import HotTier
 
 GB = 1024**3
-VISION_FOLDER = "vision_features"
 _VISION_SHARE = 10  # features may take up a tenth of the SSD tier
 
 
@@ -33,6 +33,11 @@ class CacheConfig:
     max_paged_ssd_cache_size: int = 100 * GB
     max_process_memory: int = 0
     exact: ExactMode = "off"
+
+    def __post_init__(self) -> None:
+        """Sizes may be text ("200GB"). Raises ValueError for what is no size, as everywhere else."""
+        for name in ("hot_cache_max_size", "max_paged_ssd_cache_size", "max_process_memory"):
+            object.__setattr__(self, name, parse_size(getattr(self, name)))
 
     @property
     def ssd_enabled(self) -> bool:

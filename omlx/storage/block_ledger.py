@@ -262,6 +262,7 @@ class BlockLedger:
             for key in [key for key in self._waiting if folder in (None, key[0]) and key not in self._pins]:
                 del self._waiting[key]
             for entry in entries:
+                self._gone.add(entry.folder, entry.meta, "cleared")
                 self._delete(entry.key)
             return {entry.key: entry.meta.file_size for entry in entries}
 

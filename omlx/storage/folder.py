@@ -5,6 +5,7 @@ A file is ours by its place and its name alone, so what others put there is neve
 
 import contextlib
 import fcntl
+import hashlib
 import os
 import re
 import time
@@ -20,10 +21,12 @@ from omlx.storage.tensor_file import TEMP_PREFIX, TEMP_SUFFIX
 
 LOCK_NAME = ".lock"
 INDEX_NAME = "index.sqlite"
+VISION_FOLDER = "vision_features"  # of image features, beside the models' folders
 SUFFIX = ".safetensors"
 MAX_HASH_BYTES = 64
 
 _HEX = "0123456789abcdef"
+_LONGEST_NAME = 200  # file systems take 255 bytes, or a little less with encryption
 _MAX_DEPTH = 3  # a model's folder lies at most this deep: nobody's home folder is searched through
 _BLOCK_NAME = re.compile(rf"(?:[0-9a-f]{{2}}){{1,{MAX_HASH_BYTES}}}\.safetensors")
 
@@ -52,10 +55,19 @@ def folder_name(model_name: str) -> str:
     """A model's folder under the cache root: one safe path component, distinct for distinct names.
 
     Letters, digits, "-" and "_" stay, and dots that do not lead; the rest is written as %XX of its
-    UTF-8 bytes. One-letter names (a shard's name) get a "%" in front.
+    UTF-8 bytes. One-letter names (a shard's name) and those that the root uses itself get a "%" in
+    front; names too long for a file system are cut, and end in "~" and a digest.
     """
     name = escaped(model_name, "._-")
-    return name if len(name) > 1 else f"%{name}"
+    if len(name) > _LONGEST_NAME:
+        digest = hashlib.sha256(model_name.encode("utf-8", "surrogatepass")).hexdigest()
+        return f"{name[: _LONGEST_NAME - 17]}~{digest[:16]}"
+    return f"%{name}" if _is_taken(name) else name
+
+
+def _is_taken(name: str) -> bool:
+    """Whether the root has another use for an entry of this name."""
+    return len(name) < 2 or name.lower().startswith(INDEX_NAME) or name.lower() == VISION_FOLDER
 
 
 def escaped(text: str, kept: str) -> str:
@@ -70,7 +82,7 @@ def _percent(match: re.Match[str]) -> str:
 
 def model_of(folder: str) -> str:
     """The model that `folder_name` made this folder for; for people, since other folders have no such name."""
-    return unquote(folder.removeprefix("%") if len(folder) == 2 else folder)
+    return unquote(folder[1:] if folder[:1] == "%" and _is_taken(folder[1:]) else folder)
 
 
 def check_hash(block_hash: bytes) -> bytes:

@@ -227,7 +227,8 @@ async def test_clearing_one_model_or_all_of_a_folder_that_the_server_holds(tmp_p
         done = await bench.post(CLEAR, model="org/two")
         assert done["blocks"] == len(files[folder_name("org/two")]) and done["bytes"] > 0
         assert set(_files(tmp_path)) == {"one", "three"}
-        assert (await bench.post(model="org/two", tokens=tokens))["cached_tokens"] == 0
+        probe = await bench.post(model="org/two", tokens=tokens)
+        assert probe["cached_tokens"] == 0 and "cleared" in probe["first_miss"]["reason"]
         assert (await bench.post(model="one", tokens=tokens))["cached_tokens"] == 59
         assert await bench.complete(tokens, model="org/two") == 0
         done = await bench.post(CLEAR, model=None)
