@@ -251,11 +251,6 @@ class Settings(BaseModel):
         return self.paged_ssd_cache_dir is not None and self.paged_ssd_cache_max_size > 0
 
     @property
-    def hot_on(self) -> bool:
-        """Whether stored blocks are kept in RAM."""
-        return self.hot_cache_max_size > 0
-
-    @property
     def warnings(self) -> tuple[str, ...]:
         """One line for each thing that was ignored while loading."""
         return self._warnings

@@ -60,7 +60,7 @@ def test_defaults(env: dict[str, str]) -> None:
     assert settings.max_kv_cache_memory == total_memory() * 40 // 100
     assert (settings.block_size, settings.exact, settings.max_stall_s) == (64, "auto", 0.5)
     assert (settings.max_concurrent_requests, settings.max_waiting_requests) == (16, 64)
-    assert (settings.hot_on, settings.ssd_on) == (True, False)
+    assert settings.hot_cache_max_size > 0 and not settings.ssd_on
     assert set(settings.resolve_sources().values()) == {"default"}
 
 
@@ -285,7 +285,7 @@ def test_folders_may_hold_spaces_unicode_and_a_tilde(env: dict[str, str], tmp_pa
 def test_zero_turns_a_tier_off(env: dict[str, str], tmp_path: Path) -> None:
     flags = {"paged_ssd_cache_dir": str(tmp_path), "paged_ssd_cache_max_size": "0", "hot_cache_max_size": "0"}
     settings = Settings.load(flags, env)
-    assert (settings.ssd_on, settings.hot_on) == (False, False)
+    assert settings.hot_cache_max_size == 0 and not settings.ssd_on
     assert any("SSD tier off" in line for line in settings.describe())
 
 

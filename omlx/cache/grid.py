@@ -2,7 +2,7 @@
 
 The last bits of a forward pass depend on how many tokens it holds. If every prefill is cut at edges
 that depend on the absolute position alone, a prompt gives the same bits whether its beginning was
-computed a moment ago or read back from a file (docs/mlx-facts: other edges differ by about 4e-5 in
+computed a moment ago or read back from a file (other edges differ by about 4e-5 in
 float32 on CPU). Cells shrink as the context grows, because a chunk's time grows with it and other
 requests' streams wait for the chunk.
 """
