@@ -20,7 +20,7 @@ from omlx.errors import NotFound, OmlxError, SettingError
 from omlx.settings import Settings, reachable
 from omlx.sizes import format_size
 from omlx.storage import clearing, survey
-from omlx.storage.disk_index import Entry
+from omlx.storage.block_table import Entry
 from omlx.storage.folder import StoreLocked, folder_name, model_of
 from omlx.storage.survey import FeatureFile, FolderUsage
 

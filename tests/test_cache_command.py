@@ -192,11 +192,11 @@ def swap(path: Path) -> None:
     path.write_bytes(path.parent.parent.joinpath("1", "11" * 32 + ".safetensors").read_bytes())
 
 
-def other_tokens(path: Path) -> None:
+def other_parent(path: Path) -> None:
     """A whole and valid file, but of another prompt than the index says."""
     data = path.read_bytes()
     with sqlite3.connect(path.parent.parent.parent / "index.sqlite") as db:
-        db.execute("UPDATE blocks SET tokens = x'01' WHERE folder = 'small' AND hash = ?", (bytes(32),))
+        db.execute("UPDATE blocks SET parent = x'01' WHERE folder = 'small' AND hash = ?", (bytes(32),))
     db.close()
     assert path.read_bytes() == data
 
@@ -222,7 +222,7 @@ def replace_by_folder(path: Path) -> None:
         (damage_a_byte, "its checksum is wrong"),
         (cut, "bytes, the index says"),
         (swap, "its header is that of another block"),
-        (other_tokens, "its header is that of another block"),
+        (other_parent, "its header is that of another block"),
         (Path.unlink, "is in the index and not there"),
         (forget, "is not in the index"),
         (leave_temporary, "is a temporary file that nobody finished"),
@@ -254,7 +254,7 @@ def test_an_unfinished_transaction_is_read_without_touching_the_file(root: Path)
     code = (
         "import os, sqlite3, sys; db = sqlite3.connect(sys.argv[1], isolation_level=None)\n"
         "db.execute('PRAGMA journal_mode = TRUNCATE'); db.execute('PRAGMA cache_size = 1'); db.execute('BEGIN')\n"
-        "db.execute(\"INSERT INTO blocks SELECT 'x', randomblob(32), zeroblob(9000), x'', 0, 0, 0, '', '', 0, 0, 0"
+        "db.execute(\"INSERT INTO blocks SELECT 'x', randomblob(32), zeroblob(9000), 0, 0, 0, '', '', 0, 0, 0"
         ' FROM blocks a, blocks b"); os._exit(0)'
     )
     subprocess.run([sys.executable, "-c", code, str(root / "index.sqlite")], check=True)

@@ -117,11 +117,14 @@ class CacheManager(ABC):
 
     @abstractmethod
     def get_meta(self, block_hash: bytes) -> BlockMeta | None:
-        """What is known of a block."""
+        """What is known of a block. Its `tokens` may be None: they are on disk, and `tokens` reads them."""
 
     @abstractmethod
     def children(self, parent: bytes) -> list[BlockMeta]:
-        """The known blocks that were saved with this parent, in any tier."""
+        """The known blocks that were saved with this parent, in any tier, with their tokens.
+
+        May read the heads of files. Of very many, the latest.
+        """
 
     @abstractmethod
     def touch(self, hashes: Sequence[bytes]) -> None:
@@ -158,6 +161,15 @@ class CacheManager(ABC):
     @abstractmethod
     def check(self) -> list[str]:
         """Contradictions inside the store, and between its index and its files; for a store at rest. Reads files."""
+
+    def get_metas(self, hashes: Sequence[bytes]) -> list[BlockMeta | None]:
+        """`get_meta` of many blocks at once."""
+        return [self.get_meta(block_hash) for block_hash in hashes]
+
+    def tokens(self, block_hash: bytes) -> bytes | None:
+        """The token ids of a block that is known, as uint32 little endian. May read the head of a file."""
+        meta = self.get_meta(block_hash)
+        return meta.tokens if meta is not None else None
 
     def contains(self, block_hash: bytes) -> bool:
         return self.tier_of(block_hash) is not None

@@ -22,6 +22,7 @@ from omlx.storage.tensor_file import (
     BlockMeta,
     DamagedBlock,
     TensorSpec,
+    WholeBlock,
     read_block_file,
     read_header,
     read_into,
@@ -106,13 +107,10 @@ class PagedSSDCacheManager(CacheManager):
             return True
         block = data if isinstance(data, BlockBuffer) else pack(data)
         known = self.get_meta(block_hash)
-        meta = known or with_size(
-            block.specs,
-            BlockMeta(
-                block_hash=block_hash, token_count=token_count, parent=parent, tokens=tokens, start=start,
-                exact_tokens=exact_tokens, cuts=tuple(cuts), numerics=numerics,
-            ),
-        )  # fmt: skip
+        meta = known or BlockMeta(
+            block_hash, token_count, parent, tokens, start, exact_tokens, cuts=tuple(cuts), numerics=numerics
+        )
+        meta = with_size(block.specs, meta._replace(tokens=tokens if meta.tokens is None else meta.tokens))
         kept = self._keep(block, meta, group)
         if known is not None:
             self.touch([block_hash])
@@ -200,34 +198,34 @@ class PagedSSDCacheManager(CacheManager):
 
     def _fetch(self, block_hash: bytes) -> BlockBuffer | None:
         """Finds, counts, marks as used and puts back into RAM."""
-        tier, block = self._find(block_hash)
+        tier, found = self._find(block_hash)
         self._count_hit(tier)
-        if block is not None:
-            self.touch([block_hash])
-            if self._hot.get(block_hash) is None:
-                self._put_back(block_hash, block)
-        return block
-
-    def _find(self, block_hash: bytes) -> tuple[Literal["ram", "ssd"] | None, BlockBuffer | None]:
-        block = self._hot.get(block_hash)
-        if block is not None or self._disk is None:
-            return ("ram" if block else None), block
-        found = self._disk.fetch((self._folder, block_hash), lambda path, meta: [read_block_file(path, meta)])
-        if isinstance(found, list):
-            return "ssd", found[0]
-        return ("ram" if found else None), found
-
-    def _put_back(self, block_hash: bytes, block: BlockBuffer) -> None:
-        meta = self.get_meta(block_hash)
-        if meta is not None and self._hot.store_block(block_hash, block, meta, group=object()):
+        if found is None:
+            return None
+        self.touch([block_hash])
+        if self._hot.get(block_hash) is None and self._hot.store_block(block_hash, *found, group=object()):
             self._count(restores=1)
+        return found.data
+
+    def _find(self, block_hash: bytes) -> tuple[Literal["ram", "ssd"] | None, WholeBlock | None]:
+        held = self._hot.whole(block_hash)
+        if held is not None or self._disk is None:
+            return ("ram" if held else None), held
+        where: list[Literal["ssd"]] = []
+
+        def read(path: Path, meta: BlockMeta) -> WholeBlock:
+            where.append("ssd")
+            return read_block_file(path, meta)
+
+        found = self._disk.fetch((self._folder, block_hash), read)
+        return (("ssd" if where else "ram") if found else None), found
 
     def read_block(self, block_hash: bytes, target: ReadTarget) -> Literal["ram", "ssd"] | None:
         tier: Literal["ram", "ssd"] | None = None
         block = self._hot.get(block_hash)
         if block is None and self._disk is not None:
             found = self._disk.fetch((self._folder, block_hash), lambda path, meta: _read_file(path, meta, target))
-            block, tier = (found, None) if isinstance(found, BlockBuffer) else (None, found)
+            block, tier = (found.data, None) if isinstance(found, WholeBlock) else (None, found)
         if block is not None:
             if block.specs == target.specs:
                 target.copy_from(block)
@@ -246,9 +244,24 @@ class PagedSSDCacheManager(CacheManager):
         meta = self._hot.meta(block_hash)
         return meta or (self._disk.blocks.meta((self._folder, block_hash)) if self._disk else None)
 
+    def get_metas(self, hashes: Sequence[bytes]) -> list[BlockMeta | None]:
+        found = self._hot.metas_of(hashes)
+        if self._disk is not None and None in found:
+            missing = [block_hash for block_hash, meta in zip(hashes, found, strict=True) if meta is None]
+            on_disk = iter(self._disk.blocks.metas_of(self._folder, missing))
+            found = [next(on_disk) if meta is None else meta for meta in found]
+        return found
+
+    def tokens(self, block_hash: bytes) -> bytes | None:
+        meta = self._hot.meta(block_hash)
+        if meta is not None or self._disk is None:
+            return meta.tokens if meta else None
+        entry = self._disk.blocks.entry((self._folder, block_hash))
+        return self._disk.tokens(entry) if entry else None
+
     def children(self, parent: bytes) -> list[BlockMeta]:
         found = {meta.block_hash: meta for meta in self._hot.children(parent)}
-        for meta in self._disk.blocks.children(self._folder, parent) if self._disk else ():
+        for meta in self._disk.children(self._folder, parent) if self._disk else ():
             found.setdefault(meta.block_hash, meta)
         return list(found.values())
 
@@ -374,7 +387,7 @@ def _read_file(path: Path, meta: BlockMeta, target: ReadTarget) -> Literal["ssd"
     if pieces is not None:
         read_into(path, target.specs, meta, pieces)
         return "ssd"
-    block = read_block_file(path, meta)
+    block = read_block_file(path, meta).data
     if block.specs != target.specs:
         raise DamagedBlock("it holds other tensors than were asked for")
     target.copy_from(block)

@@ -25,6 +25,11 @@ _CELLS, _DECODED = b"", b"decoded"
 _READERS = 2  # two threads read and check faster than one; more gained nothing on 2 cores
 
 
+def _names(parent: bytes, tokens: bytes) -> list[bytes]:
+    """What the block with these tokens may be called."""
+    return [block_hash(parent, tokens, lineage) for lineage in (_CELLS, _DECODED)]
+
+
 @dataclass(frozen=True, slots=True)
 class CacheIdentity:
     """Everything but the tokens that decides whether KV values may be reused.
@@ -191,7 +196,7 @@ class BlockAwarePrefixCache:
         wanted = slice_tokens(packed, start, limit)
         best: list[MatchedBlock] = []
         for meta in self._store.children(chain.parent(len(chain.hashes))):
-            shared = common_tokens(meta.tokens, wanted) if self._usable(meta) else 0
+            shared = common_tokens(meta.tokens or b"", wanted) if self._usable(meta) else 0
             take = self._valid_end(meta, shared, start + shared == limit, mode)
             if take > (best[0].take if best else 0):
                 best = [MatchedBlock(meta, start, take)]
@@ -258,7 +263,7 @@ class BlockAwarePrefixCache:
             start = index * self.block_size
             end = MatchEnd(
                 self._store, self._who, self.block_size, salt, chain.parent(index), start, cached - start,
-                slice_tokens(packed, start, limit), self._usable,
+                slice_tokens(packed, start, limit), self._usable, _names,
             )  # fmt: skip
             miss = FirstMiss(cached, end.reason())
         return PrefixProbe(tuple(self._states(packed, chain, matched)), cached, miss)
@@ -276,7 +281,7 @@ class BlockAwarePrefixCache:
             yield BlockState(index, name, len(tokens) // TOKEN_BYTES, take, state)
 
     def _stored_name(self, parent: bytes, tokens: bytes) -> bytes:
-        names = [block_hash(parent, tokens, lineage) for lineage in (_CELLS, _DECODED)]
+        names = _names(parent, tokens)
         return next((name for name in names if self._store.contains(name)), names[0])
 
     # ---- restore
@@ -396,20 +401,19 @@ class BlockAwarePrefixCache:
             if not saved:
                 return
         self._hold(run.request_id, name)
-        self._drop_covered(run, name)
+        self._drop_covered(run, name, self._packed(run, index))
 
-    def _drop_covered(self, run: "_Run", name: bytes) -> None:
+    def _drop_covered(self, run: "_Run", name: bytes, tokens: bytes) -> None:
         """Deletes tails that the block contains: same tokens, and every place to resume them."""
         new = self._store.get_meta(name)
         for old in self._store.children(new.parent) if new else ():
-            if new and old.token_count < new.token_count and self._covers(new, old):
+            shorter = new is not None and old.token_count < new.token_count and tokens.startswith(old.tokens or b"")
+            if new and shorter and self._covers(new, old):
                 self._let_go(run.request_id, old.block_hash)
                 if not self._paged.holders(old.block_hash):
                     self._store.delete_block(old.block_hash)
 
     def _covers(self, new: BlockMeta, old: BlockMeta) -> bool:
-        if not new.tokens.startswith(old.tokens):
-            return False
         resumable = old.exact_tokens <= new.exact_tokens and set(old.cuts) <= set(new.cuts)
         return self.exact == "off" or (resumable and old.numerics == new.numerics)
 

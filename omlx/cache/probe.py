@@ -1,10 +1,11 @@
 """What a prefix cache has of a prompt, block by block, and why it does not have more."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from omlx.cache.block import TOKEN_BYTES, common_tokens
+from omlx.cache.block import TOKEN_BYTES, common_tokens, slice_tokens
 from omlx.cache.interface import BlockMeta, CacheManager, Tier
 from omlx.cache.layer_state import CacheLayout, StatePart
 from omlx.storage.tensor_file import TensorSpec
@@ -12,6 +13,7 @@ from omlx.storage.tensor_file import TensorSpec
 if TYPE_CHECKING:
     from omlx.cache.prefix_cache import CacheIdentity
 
+_MOST_LOOKED_AT = 1024  # first blocks of other prompts; each may take the reading of a file's head
 _BLOCK_SIZES = range(8, 4097, 8)  # all that a server can be started with
 
 
@@ -53,8 +55,8 @@ class _Near(NamedTuple):
 class MatchEnd:
     """Where a match ended: behind `taken` tokens of the block at `start`, whose parent is stored.
 
-    `wanted` are the prompt's packed tokens from `start` on, without its last. `usable` says whether a block's numerics
-    allow its use. Reading it changes nothing in the store.
+    `wanted` are the prompt's packed tokens from `start` on, without its last. `usable` says whether a block's
+    numerics allow its use, `names` what a block may be called by its parent and tokens. Changes nothing in the store.
     """
 
     store: CacheManager
@@ -66,12 +68,14 @@ class MatchEnd:
     taken: int
     wanted: bytes
     usable: Callable[[BlockMeta], bool]
+    names: Callable[[bytes, bytes], Sequence[bytes]]
 
     def reason(self) -> str:
         """What happened, as far as it can be known: what was given up is remembered in memory, and not for ever."""
         near = self._nearest(_Near(self._shared(meta), meta) for meta in self.store.children(self.parent))
         gone = self._nearest(
-            _Near(self._shared(gone.meta), gone.meta, gone.reason) for gone in self.store.gone_after(self.parent)
+            _Near(self._shared_with_gone(gone.meta), gone.meta, gone.reason)
+            for gone in self.store.gone_after(self.parent)
         )
         other = self._nearest(self._of_other_worlds()) if self.start == 0 else None
         shared = near.shared if near else 0
@@ -94,7 +98,14 @@ class MatchEnd:
         return f"never stored: the nearest cached prompt ends at token {end}"
 
     def _shared(self, meta: BlockMeta) -> int:
-        return common_tokens(meta.tokens, self.wanted)
+        return common_tokens(meta.tokens or b"", self.wanted)
+
+    def _shared_with_gone(self, meta: BlockMeta) -> int:
+        """Like `_shared`; where the tokens went with the file, the hash tells whether all of them were wanted."""
+        if meta.tokens is not None:
+            return self._shared(meta)
+        tokens = slice_tokens(self.wanted, 0, meta.token_count)
+        return meta.token_count if meta.block_hash in self.names(self.parent, tokens) else 0
 
     @staticmethod
     def _nearest(found: Iterable[_Near]) -> _Near | None:
@@ -104,9 +115,11 @@ class MatchEnd:
 
     def _of_other_worlds(self) -> Iterator[_Near]:
         """First blocks that hold our tokens, as far as both go, under another root."""
-        for meta in self.store.metas():
-            if meta.start == 0 and meta.tokens and meta.parent != self.parent:
-                shared = self._shared(meta)
+        first = (meta for meta in self.store.metas() if meta.start == 0 and meta.parent != self.parent)
+        for meta in islice(first, _MOST_LOOKED_AT):
+            tokens = meta.tokens if meta.tokens is not None else self.store.tokens(meta.block_hash)
+            if tokens:
+                shared = common_tokens(tokens, self.wanted)
                 if shared == min(meta.token_count, len(self.wanted) // TOKEN_BYTES):
                     yield _Near(shared, meta)
 

@@ -3,18 +3,20 @@
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from omlx.storage.block_table import BlockTable, Change, Entry, Packed, Pending, Row, WriteFile
 from omlx.storage.bookkeeping import Gone, GoneBlocks, Key, Pins
-from omlx.storage.disk_index import BlockTable, Change, Entry, Pending, Row, WriteFile
 from omlx.storage.folder import block_path
+from omlx.storage.snapshot import snapshot_bytes
 from omlx.storage.tensor_file import BlockBuffer, BlockMeta
 from omlx.storage.write_queue import WriteQueue
 
 RESERVE_BYTES, RESERVE_SHARE = 2 << 30, 0.05  # free space that is left on the disk: whichever is less
+_MOST_CHILDREN = 256  # branches of one block that are looked at
 _COMMIT_WITHIN_S = 1.0  # how long only memory may know of a change in the order of use
 
 PutResult = Literal["queued", "waiting", "declined"]
@@ -75,17 +77,24 @@ class BlockLedger:
             return self._table.holds(entry)
 
     def meta(self, key: Key) -> BlockMeta | None:
-        entry = self.entry(key)
-        return entry.meta if entry else None
+        with self._lock:
+            return self._table.meta(key)
+
+    def metas_of(self, folder: str, hashes: Sequence[bytes]) -> list[BlockMeta | None]:
+        """`meta` of many blocks of a folder."""
+        with self._lock:
+            return self._table.metas(folder, hashes)
 
     def metas(self, folder: str) -> list[BlockMeta]:
         """A model's blocks, least recently used first."""
         with self._lock:
-            return [e.meta for e in self._table.entries() if e.folder == folder and not e.stale]
+            entries = self._table.entries()
+            return [e.meta for e in entries if e.folder == folder and not e.stale and e.identified]
 
-    def children(self, folder: str, parent: bytes) -> list[BlockMeta]:
+    def children(self, folder: str, parent: bytes) -> list[Entry]:
+        """Blocks that follow a block, the last one added first; the latest 256 if there are more."""
         with self._lock:
-            return self._table.children((folder, parent))
+            return self._table.children((folder, parent), _MOST_CHILDREN)
 
     def state(self, key: Key) -> Literal["writing", "ssd"] | None:
         entry = self.entry(key)
@@ -158,7 +167,7 @@ class BlockLedger:
         block.unsaved = False
         if not self._make_room(meta.file_size):
             return "declined"
-        entry = Entry(key[0], meta, self._table.stamp(), pending=Pending(block, write))
+        entry = Entry(key[0], meta, self._table.stamp(), pending=Pending(block, write, meta.tokens))
         self._table.add(entry)
         self._queue.append(("write", entry), meta.file_size)
         return "queued"
@@ -207,9 +216,9 @@ class BlockLedger:
         return excess <= 0
 
     def _limit(self) -> int:
-        """What block files may take up."""
+        """What block files may take up; closing the store needs room for a snapshot of the index."""
         total = self._max_bytes if self._space is None else min(self._max_bytes, self._space)
-        return total - self._overhead()
+        return total - self._overhead() - snapshot_bytes(len(self._table))
 
     def _overhead(self) -> int:
         return self._index_bytes + sum(self._other_bytes.values())
@@ -301,7 +310,7 @@ class BlockLedger:
     def pending(self, entry: Entry) -> Pending | None:
         """What is to be written; None if the entry is not in force any more."""
         with self._lock:
-            return entry.pending if self._table.holds(entry) else None
+            return self._table.pending(entry)
 
     def written(self, entry: Entry) -> None:
         with self._lock:
@@ -326,20 +335,27 @@ class BlockLedger:
             if not self._table.known(entry.key):
                 self._table.add(entry)
 
-    def found_damaged(self, key: Key) -> None:
+    def identified(self, entry: Entry, result: Entry | None) -> bool:
+        """A found file's header was read; None: it is damaged, and goes. False if the file went meanwhile."""
         with self._lock:
-            self._counts[key[0]].damaged += 1
+            if not self._table.holds(entry):
+                return False
+            if result is None:
+                self._counts[entry.folder].damaged += 1
+                self._delete(entry.key)
+            else:
+                self._table.add(result)
+            return True
 
-    def is_known(self, key: Key) -> bool:
-        """Whether a file's fate is decided: it has an entry, or is to be removed."""
+    def see(self, key: Key) -> bool:
+        """Notes that a file is there. False if its fate is open: it has no entry, and is not to be removed."""
         with self._lock:
-            return self._table.known(key) or block_path(self._root, key) in self._doomed
+            return self._table.see(key) or block_path(self._root, key) in self._doomed
 
-    def keep_only(self, there: set[Key]) -> None:
-        """Forgets the blocks on disk that are not `there`."""
+    def keep_only_seen(self) -> None:
+        """Forgets the blocks whose files were not seen since the folder was opened."""
         with self._lock:
-            for entry in [e for e in self._table.entries() if e.pending is None and e.key not in there]:
-                self._table.remove(entry.key)
+            self._table.keep_only_seen()
 
     def in_order(self) -> None:
         """Sorts by last use and meets the limit, after blocks were found."""
@@ -347,22 +363,11 @@ class BlockLedger:
             self._table.sort()
             self._make_room(0)
 
-    def load(self, entries: list[Entry], index_bytes: int) -> None:
-        """The blocks of a folder that was just opened; the caller's own queued ones stay."""
+    def load(self, packed: Packed, index_bytes: int) -> None:
+        """The blocks of a folder that was just opened; of what was known before, only queued ones stay."""
         with self._lock:
             self._index_bytes = index_bytes
-            queued = len(self._table)
-            for entry in entries:
-                if not self._table.known(entry.key):
-                    self._table.add(entry)
-            if queued:
-                self._table.sort()
-            self._table.forget_changes()
-
-    def folder_lost(self) -> None:
-        """Forgets what was on disk."""
-        with self._lock:
-            self._table.keep_only_pending()
+            self._table.load(packed)
 
     def set_space(self, disk_bytes: int, free_bytes: int) -> None:
         """How large the disk is and what is free on it; meets the limit that follows from it.
@@ -406,6 +411,11 @@ class BlockLedger:
     def mark_all_changed(self) -> None:
         with self._lock:
             self._table.mark_all_changed()
+
+    def pack(self) -> Packed | None:
+        """All blocks, for the next start; None if files and SQLite are not as the ledger has them."""
+        with self._lock:
+            return None if self._doomed or self._table.changes or not self._table.is_told else self._table.pack()
 
     def audit(self) -> tuple[list[str], dict[Key, Row], dict[Key, int]]:
         """Contradictions, the rows that SQLite should have, and the sizes that files should have."""

@@ -1,5 +1,6 @@
 """Small records that both tiers keep. The caller's lock protects them."""
 
+import threading
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -59,6 +60,29 @@ class Pins:
         self._counts[key] -= 1
         if not self._counts[key]:
             del self._counts[key]
+
+
+class RecentTokens:
+    """The token ids of the blocks that were asked for last, by an entry's serial; thread-safe, bounded."""
+
+    _MOST_BYTES = 16 << 20
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._tokens: OrderedDict[int, bytes] = OrderedDict()
+        self._bytes = 0
+
+    def get(self, serial: int) -> bytes | None:
+        with self._lock:
+            return self._tokens.get(serial)
+
+    def put(self, serial: int, tokens: bytes) -> None:
+        """Keeps them as the most recent ones."""
+        with self._lock:
+            self._bytes += len(tokens) - len(self._tokens.pop(serial, b""))
+            self._tokens[serial] = tokens
+            while self._bytes > self._MOST_BYTES:
+                self._bytes -= len(self._tokens.popitem(last=False)[1])
 
 
 class Gone(NamedTuple):

@@ -33,9 +33,9 @@ def clear(root: Path, wanted: Wanted = everything) -> Cleared:
                 gone = [key for key in index.rows() if wanted(key[0])]
                 index.save([(key, None) for key in gone])
             except BaseException:
-                index.close(clean=False)  # the next start compares files and index
+                index.close(None)  # the next start compares files and index
                 raise
-            index.close(clean=index.clean)
+            index.close_as_found()
     except OSError as error:
         raise OmlxError(f"the cache folder {root} cannot be cleared: {error}") from error
     return cleared

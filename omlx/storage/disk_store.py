@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import TypeVar
 
 from omlx.storage.block_ledger import BlockLedger
-from omlx.storage.bookkeeping import Key
-from omlx.storage.disk_index import Change, Entry, IndexFile, Pending, is_lost
+from omlx.storage.block_table import Change, Entry, Pending
+from omlx.storage.bookkeeping import Key, RecentTokens
+from omlx.storage.disk_index import IndexFile, is_lost
 from omlx.storage.folder import INDEX_NAME, FolderLock, StoreLocked, block_path, key_of, make_folder, remove
-from omlx.storage.recovery import compare, find_blocks, stale_entry
-from omlx.storage.tensor_file import BlockBuffer, BlockMeta, DamagedBlock
+from omlx.storage.recovery import compare, find_blocks, identify, stale_entry
+from omlx.storage.tensor_file import BlockMeta, DamagedBlock, WholeBlock, read_meta
 from omlx.storage.write_queue import Task, WriteQueue
 
 log = logging.getLogger(__name__)
@@ -54,7 +55,10 @@ class DiskStore:
         self._pid = os.getpid()
         self._lock_file: FolderLock | None = None
         self._index: IndexFile | None = None
+        self._tokens = RecentTokens()
         self._complete = threading.Event()
+        self._stop_recovery = threading.Event()
+        self._recovery: threading.Thread | None = None
         self._troubles: set[str] = set()
         self._said_at: dict[str, float] = {}
         self._retry_s, self._retry_at = _RETRY_S[0], 0.0
@@ -68,7 +72,7 @@ class DiskStore:
 
     # ---- reading
 
-    def fetch(self, key: Key, read: Callable[[Path, BlockMeta], T]) -> BlockBuffer | T | None:
+    def fetch(self, key: Key, read: Callable[[Path, BlockMeta], T]) -> WholeBlock | T | None:
         """The block itself while its write is queued, else what `read(path, meta)` makes of its file.
 
         None if there is no such block. A file that is damaged or gone is a miss: it is counted,
@@ -80,7 +84,7 @@ class DiskStore:
                 return None
             pending = entry.pending
             if pending is not None:
-                return pending.block
+                return WholeBlock(pending.block, entry.meta)
             try:
                 return read(block_path(self.root, key), entry.meta)
             except (DamagedBlock, OSError) as exc:
@@ -89,6 +93,25 @@ class DiskStore:
                     return None
                 # It was evicted or written again meanwhile: look once more.
         return None
+
+    def children(self, folder: str, parent: bytes) -> list[BlockMeta]:
+        """The blocks that follow a block, the last one added first, with their tokens; may read heads of files."""
+        found = ((entry, self.tokens(entry)) for entry in self.blocks.children(folder, parent))
+        return [entry.meta._replace(tokens=tokens) for entry, tokens in found if tokens is not None]
+
+    def tokens(self, entry: Entry) -> bytes | None:
+        """A block's token ids, from memory or the head of its file; None if that cannot be read."""
+        tokens = entry.meta.tokens
+        if tokens is None:
+            tokens = self._tokens.get(entry.serial)
+        if tokens is None:
+            found = self.fetch(entry.key, lambda path, meta: _matching(read_meta(path), meta))
+            meta = found.meta if isinstance(found, WholeBlock) else found
+            if meta is None or meta.tokens is None:
+                return None
+            tokens = meta.tokens
+        self._tokens.put(entry.serial, tokens)
+        return tokens
 
     def _read_failed(self, entry: Entry, error: DamagedBlock | OSError) -> None:
         if (isinstance(error, OSError) and error.errno in _PASSING) or not self._connected():
@@ -180,7 +203,7 @@ class DiskStore:
 
     def _end(self) -> None:
         self._commit()
-        self._disconnect(clean=self._complete.is_set() and self.blocks.settled)
+        self._disconnect(clean=self._complete.is_set())
 
     # ---- the folder: usable, gone, back again
 
@@ -200,43 +223,61 @@ class DiskStore:
         lock = FolderLock(self.root)
         try:
             index = IndexFile(self.root / INDEX_NAME)
+            packed = index.load()
         except OSError:
             lock.release()
             raise
         if self._lock_file is not None:
             self._disconnect(clean=False)
-            self.blocks.folder_lost()
         self._lock_file, self._index = lock, index
         self.index_damaged += index.damaged
-        self.blocks.load(index.take_entries(), index.nbytes())
+        self.blocks.load(packed, index.nbytes())
         self._measure()
         self.blocks.make_room()
 
     def _disconnect(self, *, clean: bool) -> None:
+        self._end_recovery()
         if self._index is not None and self._lock_file is not None:
-            self._index.close(clean=clean)
+            self._index.close(self.blocks.pack() if clean else None)
             self._lock_file.release()
         self._index = self._lock_file = None
 
     def _complete_index(self) -> None:
-        """Looks through the folder if the last process did not end well, or the index was lost."""
-        try:
-            if self._index is not None and not self._index.clean:
-                there = set()
-                for key, entry in find_blocks(self.root, self.blocks.is_known, self._found_damaged):
-                    there.add(key)
-                    if entry is not None:
-                        self.blocks.add_found(entry)
-                self.blocks.keep_only(there)
-                self.blocks.in_order()
-        finally:
+        """Looks through the folder if the last process did not end well, or the index was lost.
+
+        Sizes first, so that the limit holds before anything is written; headers are read beside the work.
+        """
+        found = []
+        if self._index is not None and not self._index.clean:
+            for entry in find_blocks(self.root, self.blocks.see):
+                self.blocks.add_found(entry)
+                found.append(entry)
+            self.blocks.keep_only_seen()
+            self.blocks.in_order()
+        if found:
+            self._recovery = threading.Thread(target=self._identify, args=[found], name="omlx-recovery", daemon=True)
+            self._recovery.start()
+        else:
             self._complete.set()
 
-    def _found_damaged(self, key: Key, error: DamagedBlock) -> None:
-        path = block_path(self.root, key)
-        log.warning("block file %s is damaged (%s): it is removed", path, error)
-        self.blocks.found_damaged(key)
-        self._unlink(path)
+    def _identify(self, found: list[Entry]) -> None:
+        identify(self.root, found, self._identified, self._stop_recovery)
+        if not self._stop_recovery.is_set():
+            self.blocks.in_order()
+            self._queue.wake_in(0)
+            self._complete.set()
+
+    def _identified(self, entry: Entry, result: Entry | DamagedBlock) -> None:
+        damaged = isinstance(result, DamagedBlock)
+        if self.blocks.identified(entry, None if isinstance(result, DamagedBlock) else result) and damaged:
+            log.warning("block file %s is damaged (%s): it is removed", block_path(self.root, entry.key), result)
+
+    def _end_recovery(self) -> None:
+        if self._recovery is not None:
+            self._stop_recovery.set()
+            self._recovery.join()
+            self._stop_recovery.clear()
+            self._recovery = None
 
     def _measure(self) -> None:
         with contextlib.suppress(OSError):
@@ -339,6 +380,13 @@ class DiskStore:
         """In a forked child: the folder stays the parent's, and is free when the parent ends."""
         if self._lock_file is not None:
             self._lock_file.release()
+
+
+def _matching(found: BlockMeta, meta: BlockMeta) -> BlockMeta:
+    """The metadata in a file's head, if it is that of the block that should be there."""
+    if found._replace(tokens=None) != meta._replace(tokens=None):
+        raise DamagedBlock("its header is that of another block")
+    return found
 
 
 def _left(deadline: float | None) -> float | None:

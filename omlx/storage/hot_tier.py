@@ -2,11 +2,11 @@
 
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
 
 from omlx.storage.bookkeeping import ChildMap, Gone, GoneBlocks, Key, Pins
-from omlx.storage.tensor_file import BlockBuffer, BlockMeta
+from omlx.storage.tensor_file import BlockBuffer, BlockMeta, WholeBlock
 
 
 @dataclass(slots=True, eq=False)
@@ -66,6 +66,16 @@ class HotTier:
         with self._lock:
             held = self._held.get(key)
             return held.meta if held else None
+
+    def whole(self, key: Key) -> WholeBlock | None:
+        with self._lock:
+            held = self._held.get(key)
+            return WholeBlock(held.block, held.meta) if held else None
+
+    def metas_of(self, keys: Iterable[Key]) -> list[BlockMeta | None]:
+        with self._lock:
+            held = self._held
+            return [held[key].meta if key in held else None for key in keys]
 
     def metas(self, name: str) -> list[BlockMeta]:
         """Of one store, oldest first."""
@@ -205,6 +215,12 @@ class HotCache:
 
     def meta(self, block_hash: bytes) -> BlockMeta | None:
         return self.tier.meta((self.name, block_hash))
+
+    def whole(self, block_hash: bytes) -> WholeBlock | None:
+        return self.tier.whole((self.name, block_hash))
+
+    def metas_of(self, hashes: Iterable[bytes]) -> list[BlockMeta | None]:
+        return self.tier.metas_of((self.name, block_hash) for block_hash in hashes)
 
     def metas(self) -> list[BlockMeta]:
         """Oldest first."""

@@ -2,65 +2,75 @@
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from pathlib import Path
 
+from omlx.storage.block_table import Entry
 from omlx.storage.bookkeeping import Key
-from omlx.storage.disk_index import Entry
 from omlx.storage.folder import block_path, remove, walk
-from omlx.storage.tensor_file import BlockMeta, DamagedBlock, UnknownFormat, read_header
+from omlx.storage.tensor_file import BlockMeta, DamagedBlock, UnknownFormat, read_meta
 
 log = logging.getLogger(__name__)
 
 _PROGRESS_EVERY = 10_000
+_READERS = 4  # a cold disk answers several questions at once
+_BATCH = 1024
 
 
 def stale_entry(key: Key, file_size: int) -> Entry:
     """A file that counts towards the limit but is never read."""
-    return Entry(key[0], BlockMeta(block_hash=key[1], token_count=0, file_size=file_size), stale=True)
+    return Entry(key[0], BlockMeta(key[1], 0, file_size=file_size), stale=True)
 
 
-def find_blocks(
-    root: Path, known: Callable[[Key], bool], damaged: Callable[[Key, DamagedBlock], None]
-) -> Iterator[tuple[Key, Entry | None]]:
-    """Every block file under `root`; with its entry, made from its header, if it is not `known`.
+def find_blocks(root: Path, seen: Callable[[Key], bool]) -> Iterator[Entry]:
+    """The block files under `root` of which `seen` says that they are not known, not identified yet: no file is read.
 
-    Removes temporary files that a killed process left. A file that cannot be a block is handed to
-    `damaged`, one of another version or that cannot be read becomes a stale entry. Payloads are
-    not read: they are checked when a block is loaded.
+    Removes temporary files that a killed process left.
     """
-    headers = 0
     for file in walk(root):
-        if file.key is None:
-            with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):
+            if file.key is None:
                 remove(file.path)
-        elif known(file.key):
-            yield file.key, None
-        else:
-            entry = _entry(file.path, file.key, damaged)
-            headers += 1
-            if headers % _PROGRESS_EVERY == 0:
-                log.info("cache folder %s: %d blocks found so far that the index did not know", root, headers)
-            if entry is not None:
-                yield file.key, entry
+            elif not seen(file.key):
+                stat = file.path.stat()
+                meta = BlockMeta(file.key[1], 0, file_size=stat.st_size)
+                yield Entry(file.key[0], meta, stat.st_mtime_ns, identified=False)
 
 
-def _entry(path: Path, key: Key, damaged: Callable[[Key, DamagedBlock], None]) -> Entry | None:
+Identified = Callable[[Entry, Entry | DamagedBlock], None]
+
+
+def identify(root: Path, entries: Sequence[Entry], identified: Identified, stop: threading.Event) -> None:
+    """Reads the headers of what `find_blocks` found, several at once, the last used first, until `stop`.
+
+    `identified(entry, result)` is called for each, from any thread. A file of another version or that cannot
+    be read becomes a stale entry. Payloads are not read: they are checked when a block is loaded.
+    """
+    waiting = iter(sorted(entries, key=lambda entry: -entry.used))
+    done = 0
+    with ThreadPoolExecutor(_READERS, thread_name_prefix="omlx-recovery") as readers:
+        while not stop.is_set() and (batch := list(islice(waiting, _BATCH))):
+            for entry, result in zip(batch, readers.map(lambda e: _identity(root, e), batch), strict=True):
+                identified(entry, result)
+            before, done = done, done + len(batch)
+            if done // _PROGRESS_EVERY > before // _PROGRESS_EVERY or (done == len(entries) > _PROGRESS_EVERY):
+                log.info("cache folder %s: %d of %d blocks identified", root, done, len(entries))
+
+
+def _identity(root: Path, entry: Entry) -> Entry | DamagedBlock:
     try:
-        stat = path.stat()
-        try:
-            _, meta = read_header(path)
-        except (UnknownFormat, PermissionError):
-            return stale_entry(key, stat.st_size)
-        if meta.block_hash != key[1]:
-            raise DamagedBlock("it holds another block")
-        return Entry(key[0], replace(meta, block_hash=key[1]), stat.st_mtime_ns)
+        meta = read_meta(block_path(root, entry.key))
     except DamagedBlock as exc:
-        damaged(key, exc)
+        return stale_entry(entry.key, entry.meta.file_size) if isinstance(exc, UnknownFormat) else exc
     except OSError as exc:
-        log.warning("%s is left alone: %s", path, exc)
-    return None
+        log.warning("%s cannot be read: %s", block_path(root, entry.key), exc)
+        return stale_entry(entry.key, entry.meta.file_size)
+    if meta.block_hash != entry.meta.block_hash:
+        return DamagedBlock("it holds another block")
+    return Entry(entry.folder, meta._replace(block_hash=entry.meta.block_hash), entry.used)
 
 
 def compare(root: Path, sizes: Mapping[Key, int]) -> list[str]:

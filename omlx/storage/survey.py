@@ -14,13 +14,14 @@ from typing import NamedTuple
 
 import psutil
 
+from omlx.storage.block_table import Entry
 from omlx.storage.bookkeeping import Key
-from omlx.storage.disk_index import Entry, read_index
+from omlx.storage.disk_index import read_index
 from omlx.storage.feature_file import SUFFIX as FEATURE_SUFFIX
 from omlx.storage.feature_file import FeatureKey, feature_name, read_feature_file, read_label
 from omlx.storage.folder import INDEX_NAME, LOCK_NAME, block_path, folder_name, folders, walk
 from omlx.storage.recovery import stale_entry
-from omlx.storage.tensor_file import DamagedBlock, UnknownFormat, read_block_file, read_header
+from omlx.storage.tensor_file import DamagedBlock, UnknownFormat, read_block_file, read_meta
 
 _LOOKS, _SETTLE_S = 5, 2.0  # how often and after how long a difference in a folder in use is looked at again
 
@@ -126,9 +127,9 @@ def _describe(path: Path, key: Key, indexed: dict[Key, Entry]) -> Entry | None:
         stat = path.stat()
         known = indexed.get(key)
         if known is not None:
-            return replace(known, meta=replace(known.meta, file_size=stat.st_size))
+            return replace(known, meta=known.meta._replace(file_size=stat.st_size))
         try:
-            return Entry(key[0], replace(read_header(path)[1], block_hash=key[1]), stat.st_mtime_ns)
+            return Entry(key[0], read_meta(path)._replace(block_hash=key[1]), stat.st_mtime_ns)
         except DamagedBlock:
             return replace(stale_entry(key, stat.st_size), used=stat.st_mtime_ns)
     except OSError:
@@ -232,7 +233,7 @@ def _examine(path: Path, key: Key, row: Entry | None) -> str | None:
 def _contents(path: Path, key: Key) -> str:
     """What is to be said of a file that the index does not know."""
     try:
-        _, meta = read_header(path)
+        meta = read_meta(path)
         if meta.block_hash != key[1]:
             return ", and holds another block"
         read_block_file(path, meta)

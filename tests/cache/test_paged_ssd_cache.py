@@ -206,7 +206,7 @@ def test_pinned_blocks_stay_in_both_tiers(opened):
 
 
 def test_loading_marks_as_used_and_reading_does_not(opened):
-    cache = opened(limit=4 * SIZE + 16_000)
+    cache = opened(limit=4 * SIZE + 24_000)
     for n in range(3):
         save(cache, n)
     cache.flush(5)
@@ -411,7 +411,7 @@ def test_document_003s_example_and_its_blocks_after_a_script_that_never_closed(o
 
 
 def test_document_003s_size_limit_evicts_before_a_new_block(opened):
-    cache = opened(limit=4 * SIZE + 16_000)
+    cache = opened(limit=4 * SIZE + 24_000)
     for n in range(3):
         save(cache, n)
     assert cache.flush(5) and cache._enforce_size_limit_for_new_block(3 * SIZE)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from omlx.storage.tensor_file import BlockBuffer, BlockMeta, TensorSpec, with_size, write_block_file
+from omlx.storage.tensor_file import BlockBuffer, BlockMeta, TensorSpec, WholeBlock, with_size, write_block_file
 
 SPECS = tuple(TensorSpec(f"{i}.{part}", "F32", (1, 2, 8, 16)) for i in range(4) for part in ("keys", "values"))
 NBYTES = sum(spec.nbytes for spec in SPECS)
@@ -27,7 +27,9 @@ def meta(n: int, **fields) -> BlockMeta:
     return with_size(SPECS, BlockMeta(block_hash=name(n), token_count=8, tokens=bytes(32), **fields))
 
 
-def same(a: BlockBuffer | None, b: BlockBuffer) -> bool:
+def same(a: BlockBuffer | WholeBlock | None, b: BlockBuffer) -> bool:
+    if isinstance(a, WholeBlock):
+        a = a.data
     return a is not None and a.specs == b.specs and np.array_equal(a.data, b.data)
 
 

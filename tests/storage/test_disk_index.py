@@ -2,8 +2,9 @@ import sqlite3
 
 import pytest
 
+from omlx.storage.block_table import BlockTable, Entry
 from omlx.storage.bookkeeping import ChildMap
-from omlx.storage.disk_index import BlockTable, Entry, IndexFile
+from omlx.storage.disk_index import IndexFile, snapshot_path
 from tests.storage.blocks import meta, name
 
 
@@ -23,39 +24,77 @@ def test_children_of_one_and_of_many():
     assert list(children.of(parent)) == [] and children.pairs() == set()
 
 
-def test_the_table_keeps_the_order_of_use_and_the_sums():
+def other_table(numbers):
     table = BlockTable()
-    for n in range(3):
+    for n in numbers:
         table.add(entry(n))
-    table.touch(("m", name(0)))
-    table.touch(("m", b"unknown"))
-    assert [e.meta.block_hash for e in table.entries()] == [name(1), name(2), name(0)]
-    table.add(entry(1))
-    assert len(table) == 3 and table.bytes == 3 * meta(1).file_size and table.check() == []
-    table.remove(("m", name(2)))
-    table.sort()
-    assert [e.meta.block_hash for e in table.entries()] == [name(1), name(0)] and table.check() == []
-    used = [table.stamp() for _ in range(1000)]
-    assert used == sorted(set(used))
+    return table
+
+
+def rows_of(packed):
+    table = BlockTable()
+    table.load(packed)
+    return table.rows()
+
+
+def tell_all(table, file):
+    while changes := table.take_changes(7):
+        file.save(changes)
 
 
 def test_sqlite_gives_back_what_it_was_told(tmp_path):
     table, file = BlockTable(), IndexFile(tmp_path / "index")
-    assert not file.clean and file.take_entries() == []
+    assert not file.clean and file.load().count == 0
     for n in range(100):
         table.add(entry(n, parent=name(n - 1), cuts=(1, 8), numerics="é", start=3))
     table.remove(("m", name(50)))
-    while changes := table.take_changes(7):
-        file.save(changes)
+    tell_all(table, file)
     assert file.rows() == table.rows()
-    file.close(clean=True)
-    again = IndexFile(tmp_path / "index")
-    entries = again.take_entries()
-    assert again.clean and [e.meta for e in entries] == [e.meta for e in table.entries()] and again.take_entries() == []
-    again.close(clean=False)
+    file.close(None)
     unclean = IndexFile(tmp_path / "index")
-    assert not unclean.clean and len(unclean.take_entries()) == 99
-    unclean.close(clean=False)
+    assert not unclean.clean and rows_of(unclean.load()) == table.rows()
+    unclean.close(None)
+
+
+def test_a_clean_close_leaves_a_snapshot_that_the_next_open_takes(tmp_path):
+    table, file = other_table(range(10)), IndexFile(tmp_path / "index")
+    tell_all(table, file)
+    file.close(table.pack())
+    snapshot = snapshot_path(tmp_path / "index")
+    assert snapshot.exists()
+    again = IndexFile(tmp_path / "index")
+    assert again.clean and again.nbytes() > snapshot.stat().st_size
+    assert rows_of(again.load()) == table.rows() and not snapshot.exists()
+    again.close(None)
+    unclean = IndexFile(tmp_path / "index")
+    assert not unclean.clean and rows_of(unclean.load()) == table.rows()
+    unclean.close_as_found()
+    third = IndexFile(tmp_path / "index")
+    assert not third.clean
+    third.close(None)
+
+
+@pytest.mark.parametrize("how", ["deleted", "damaged", "of before", "folder"])
+def test_a_snapshot_that_is_not_the_last_ones_is_not_used(tmp_path, how):
+    snapshot = snapshot_path(tmp_path / "index")
+    for upto in (5, 9):
+        table, file = other_table(range(upto)), IndexFile(tmp_path / "index")
+        tell_all(table, file)
+        before = snapshot.read_bytes() if snapshot.exists() else b""
+        file.load()
+        file.close(table.pack())
+    raw = snapshot.read_bytes()
+    snapshot.unlink()
+    if how == "folder":
+        snapshot.mkdir()
+    elif how != "deleted":
+        snapshot.write_bytes(before if how == "of before" else raw[:-30] + bytes([raw[-30] ^ 1]) + raw[-29:])
+    file = IndexFile(tmp_path / "index")
+    assert file.clean and not file.damaged and rows_of(file.load()) == table.rows() and not snapshot.exists()
+    file.close_as_found()
+    file = IndexFile(tmp_path / "index")
+    assert file.clean and rows_of(file.load()) == table.rows()
+    file.close(None)
 
 
 def test_a_failed_transaction_changes_nothing_and_can_be_repeated(tmp_path):
@@ -68,19 +107,19 @@ def test_a_failed_transaction_changes_nothing_and_can_be_repeated(tmp_path):
     table.give_back(changes)
     file.save(table.take_changes(10))
     assert file.rows() == table.rows()
-    file.close(clean=True)
+    file.close(None)
 
 
-@pytest.mark.parametrize("version", [4, 99])
+@pytest.mark.parametrize("version", [2, 3, 99])
 def test_an_index_of_another_version_is_made_anew(tmp_path, version):
     file = IndexFile(tmp_path / "index")
-    file.close(clean=True)
+    file.close(None)
     with sqlite3.connect(tmp_path / "index") as db:
         db.execute(f"PRAGMA user_version = {version}")
     db.close()
     file = IndexFile(tmp_path / "index")
-    assert file.damaged and not file.clean and file.rows() == {}
-    file.close(clean=True)
+    assert file.damaged and not file.clean and file.rows() == {} and file.load().count == 0
+    file.close(None)
 
 
 @pytest.mark.parametrize("folder", ["../x", "/etc", "a", "m//n", "m/../n", "m/0", "m\0"])
@@ -88,10 +127,10 @@ def test_a_row_that_leads_out_of_the_root_makes_the_index_untrusted(tmp_path, fo
     file, table = IndexFile(tmp_path / "index"), BlockTable()
     table.add(entry(1, folder))
     file.save(table.take_changes(1))
-    file.close(clean=True)
+    file.close(None)
     file = IndexFile(tmp_path / "index")
-    assert file.damaged and file.take_entries() == []
-    file.close(clean=True)
+    assert file.load().count == 0 and file.damaged and not file.clean and file.rows() == {}
+    file.close(None)
 
 
 def test_the_file_shrinks_with_the_cache(tmp_path):
@@ -103,5 +142,5 @@ def test_the_file_shrinks_with_the_cache(tmp_path):
     for n in range(1990):
         table.remove(("m", name(n)))
     file.save(table.take_changes(5000))
-    assert file.nbytes() < full / 10
-    file.close(clean=True)
+    assert file.nbytes() < full / 5
+    file.close(None)
