@@ -1,8 +1,9 @@
 """mx.array <-> buffers: the one place that knows how MLX's arrays look as bytes."""
 
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -47,6 +48,81 @@ def empty_array(dtype: str, shape: Sequence[int]) -> mx.array:
     array = mx.zeros(shape, DTYPES[dtype])
     mx.eval(array)
     return array
+
+
+class _Lent(NamedTuple):
+    key: Hashable
+    size: int
+    arrays: list[mx.array]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in self.arrays)
+
+
+class ArrayPool:
+    """Arrays whose memory is used again when nobody needs them any more; for one thread, but for `clear`.
+
+    New memory costs more than what is copied into it: the system clears every page, and then MLX does.
+    The pool remembers what it handed out and looks whether it alone still holds that, so nobody has to
+    give anything back. It remembers at most `max_bytes`, the last ones: so much may lie idle.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self._lent: list[_Lent] = []  # oldest first
+
+    def take(self, key: Hashable, size: int, make: Callable[[int], list[mx.array]]) -> list[mx.array]:
+        """Evaluated arrays as `make` makes them for `size` or up to a quarter more, with arbitrary content.
+
+        Their memory belongs to the caller alone. `key` names what `make` makes.
+        """
+        for lent in self._lent:
+            if lent.key == key and size <= lent.size <= size + size // 4 and _holders(lent.arrays) == _ALONE:
+                self._lent.remove(lent)
+                _own(lent.arrays)
+                break
+        else:
+            lent = _Lent(key, _roomy(size), make(_roomy(size)))
+        self._remember(lent)
+        return list(lent.arrays)
+
+    def _remember(self, lent: _Lent) -> None:
+        kept, room = [], self.max_bytes
+        for known in (lent, *reversed(self._lent)):
+            room -= known.nbytes
+            if room < 0:
+                break
+            kept.append(known)
+        self._lent = kept[::-1]
+
+    def clear(self) -> None:
+        """Lets go of what lies idle. Safe in any thread."""
+        self._lent = []
+
+
+def _holders(arrays: list[mx.array]) -> int:
+    """The largest number of Python references to one of the arrays, those of this function included."""
+    return max(sys.getrefcount(array) for array in arrays)
+
+
+_ALONE = _holders([mx.array(0)])  # what it is for arrays that nothing but one list holds
+
+
+def _own(arrays: list[mx.array]) -> None:
+    """Makes sure that nothing else uses the memory of these arrays, such as a slice or what is still to be computed.
+
+    An update is done in place then; else MLX makes a copy, and the copy is ours.
+    """
+    for array in arrays:
+        array[(slice(0, 1),) * array.ndim] = 0
+    mx.eval(arrays)
+
+
+def _roomy(size: int) -> int:
+    """`size` or up to an eighth more: what grows bit by bit, as a conversation does, can use the same memory again."""
+    step = 1 << max(0, size.bit_length() - 4)
+    return -(-size // step) * step
 
 
 def raw_bytes(array: mx.array) -> npt.NDArray[np.uint8]:

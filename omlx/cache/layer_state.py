@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
-from omlx.arrays import DTYPE_NAMES, as_numpy, empty_array
+from omlx.arrays import DTYPE_NAMES, ArrayPool, as_numpy, empty_array
 from omlx.storage.tensor_file import BlockBuffer, TensorSpec
 
 TOKEN_AXIS = 2
@@ -131,8 +131,8 @@ def extract(layout: CacheLayout, caches: Sequence[Any], start: int, stop: int) -
     reference to an array lives, the next update of its cache copies the whole array.
     """
     block = BlockBuffer.empty(layout.specs(stop - start))
-    for index, array in enumerate(_live_arrays(layout, caches)):
-        np.copyto(block.tensor(index), as_numpy(array)[:, :, start:stop])
+    for tensor, array in zip(block.tensors(), _live_arrays(layout, caches), strict=True):
+        np.copyto(tensor, as_numpy(array)[:, :, start:stop])
     return block
 
 
@@ -140,42 +140,59 @@ class KVSlabs:
     """Arrays of the final shape that blocks are read straight into, then handed to layer caches.
 
     `capacity` is in tokens: those to restore and room for those to come, so that the first updates
-    need no new memory. Writing into an evaluated array's memory is safe as long as nobody else
-    holds it and no view outlives `caches()`.
+    need no new memory. A `pool` recycles the memory of earlier slabs, and may give some more room.
+    Writing into an evaluated array's memory is safe as long as nobody else holds it and no view
+    outlives `caches()`.
     """
 
-    def __init__(self, layout: CacheLayout, capacity: int) -> None:
+    def __init__(self, layout: CacheLayout, capacity: int, pool: ArrayPool | None = None) -> None:
         self._layout = layout
-        self._arrays = [empty_array(p.dtype, (1, p.heads, capacity, p.dim)) for p in layout.parts]
+
+        def make(capacity: int) -> list[mx.array]:
+            return [empty_array(p.dtype, (1, p.heads, capacity, p.dim)) for p in layout.parts]
+
+        self._arrays = pool.take(layout.parts, capacity, make) if pool else make(capacity)
         self._views = [as_numpy(array) for array in self._arrays]
+        self._rows = [_Row(memoryview(head).cast("B"), head.strides[0]) for view in self._views for head in view[0]]
 
     def target(self, start: int, take: int, block_tokens: int) -> "SlabTarget":
         """Where a block of `block_tokens` goes whose first `take` tokens are wanted at `start`."""
-        return SlabTarget(self._layout.specs(block_tokens), self._views, start, take)
+        return SlabTarget(self._layout.specs(block_tokens), self._views, self._rows, start, take)
 
     def caches(self, n_tokens: int) -> list[Any]:
         """The layer caches over the first `n_tokens`; the slabs are theirs from then on."""
         self._views.clear()
+        self._rows.clear()
         arrays = iter(self._arrays)
         built = [kind.build([next(arrays) for _ in kind.names], n_tokens) for kind in self._layout.kinds]
         self._arrays = []
         return built
 
 
+class _Row(NamedTuple):
+    """The memory of one head in one slab, and the bytes of a token in it."""
+
+    memory: memoryview
+    token_bytes: int
+
+
 class SlabTarget:
     """A place in the slabs for one block (the store's ReadTarget)."""
 
-    def __init__(self, specs: tuple[TensorSpec, ...], views: list[npt.NDArray[Any]], start: int, take: int) -> None:
+    def __init__(
+        self, specs: tuple[TensorSpec, ...], views: list[npt.NDArray[Any]], rows: list[_Row], start: int, take: int
+    ) -> None:
         self.specs = specs
         self._views = views
+        self._rows = rows
         self._start = start
         self._take = take
 
     def copy_from(self, block: BlockBuffer) -> None:
         """Takes the wanted tokens out of a block in RAM."""
-        stop = self._start + self._take
-        for index, view in enumerate(self._views):
-            view[:, :, self._start : stop] = block.tensor(index)[:, :, : self._take]
+        start, stop = self._start, self._start + self._take
+        for view, tensor in zip(self._views, block.tensors(), strict=True):
+            view[:, :, start:stop] = tensor[:, :, : self._take]
 
     def pieces(self) -> list[memoryview] | None:
         """Writable memory for the file's payload, in file order: one piece a head.
@@ -183,11 +200,7 @@ class SlabTarget:
         None when only a part of the block is wanted: its bytes are not together in the slabs, so
         the store reads the block and calls `copy_from`.
         """
-        stop = self._start + self._take
         if self.specs[0].shape[TOKEN_AXIS] != self._take:
             return None
-        return [
-            memoryview(view[0, head, self._start : stop]).cast("B")
-            for view in self._views
-            for head in range(view.shape[1])
-        ]
+        start, stop = self._start, self._start + self._take
+        return [memory[start * size : stop * size] for memory, size in self._rows]

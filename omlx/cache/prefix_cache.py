@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any, NamedTuple
 
+from omlx.arrays import ArrayPool
 from omlx.cache.block import TOKEN_BYTES, block_hash, common_tokens, pack_tokens, root_hash, slice_tokens
 from omlx.cache.grid import ExactMode, PrefillGrid
 from omlx.cache.interface import BlockMeta, CacheManager
@@ -22,6 +23,7 @@ FORMAT = "1"
 # Blocks that hold more than whole grid cells have names of their own, and so do all that build on
 # them: what a prompt's prefill gives and what an answer's decoding left never replace each other.
 _CELLS, _DECODED = b"", b"decoded"
+_IDLE_SLAB_BYTES = 512 << 20  # what may stay of the slabs of earlier restores, for the next one
 _READERS = 2  # two threads read and check faster than one; more gained nothing on 2 cores
 
 
@@ -128,6 +130,7 @@ class BlockAwarePrefixCache:
         self._identity = identity
         self._grid = PrefillGrid(block_size)
         self._chains: dict[str, _Chain] = {}
+        self._slabs = ArrayPool(_IDLE_SLAB_BYTES)
         self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="omlx-read")
 
     @property
@@ -293,17 +296,8 @@ class BlockAwarePrefixCache:
         """
         if not match.blocks:
             return None
-        slabs = KVSlabs(self._who.layout, max(capacity, match.tokens))
-
-        def read(block: MatchedBlock) -> str | None:
-            target = slabs.target(block.start, block.take, block.meta.token_count)
-            return self._store.read_block(block.meta.block_hash, target)
-
-        # All reads have to end before the slabs are handed over: a late one would write into a live
-        # cache. It also finds every block that is damaged, so that all are stored again at once.
-        reads = [self._readers.submit(read, block) for block in match.blocks]
-        wait(reads)
-        tiers = [read.result() for read in reads]
+        slabs = KVSlabs(self._who.layout, max(capacity, match.tokens), self._slabs)
+        tiers = self._read(match.blocks, slabs)
         blocks = self._unbroken(match, tiers)
         end = blocks[-1].end if blocks else 0
         self._forget_after(match, end)
@@ -315,6 +309,26 @@ class BlockAwarePrefixCache:
             if tier == "ssd" and block.take == self.block_size:
                 self._chains[match.request_id].cold.append(block.start // self.block_size)
         return Restored(slabs.caches(end), end, min(match.exact_upto, end), tokens["ram"], tokens["ssd"])
+
+    def _read(self, blocks: Sequence[MatchedBlock], slabs: KVSlabs) -> list[str | None]:
+        """Copies the blocks into the slabs; says where each one was, None for those that are gone.
+
+        Returns when all reads have ended: a late one would write into a live cache. A bad block ends
+        none of them, so that all that are damaged are found, and stored again, at once.
+        """
+        tiers: list[str | None] = [None] * len(blocks)
+        waiting = iter(enumerate(blocks))
+
+        def reader() -> None:
+            for index, block in waiting:
+                target = slabs.target(block.start, block.take, block.meta.token_count)
+                tiers[index] = self._store.read_block(block.meta.block_hash, target)
+
+        readers = [self._readers.submit(reader) for _ in range(_READERS)]
+        wait(readers)
+        for ended in readers:
+            ended.result()
+        return tiers
 
     def _unbroken(self, match: PrefixMatch, tiers: Sequence[str | None]) -> list[MatchedBlock]:
         """The blocks before the first that could not be read, as far as they may be used without it."""
@@ -453,6 +467,10 @@ class BlockAwarePrefixCache:
     def load_block(self, block_hash: bytes) -> list[tuple[Any, ...]] | None:
         """The block's layers as saved, from RAM or else from its file; None for a miss."""
         return self._store.load_block(block_hash)
+
+    def drop_idle_slabs(self) -> None:
+        """Gives back the memory that is kept for restores to come. From any thread."""
+        self._slabs.clear()
 
     def close(self) -> None:
         """Ends the reader threads. The store is closed by whoever made it."""

@@ -70,6 +70,7 @@ class TieredCacheManager:
         file before it goes, or is with the writer if that takes longer than `wait_s` in all; it can be read
         throughout. Without a cold tier it is lost.
         """
+        self.prefix_cache.drop_idle_slabs()
         return self.store.evict_from_ram(nbytes, wait_s)
 
     def restore_block_from_cold(self, block_id: int, block_hash: bytes) -> bool:

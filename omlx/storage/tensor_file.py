@@ -128,6 +128,14 @@ class BlockBuffer:
         spec = self.specs[index]
         return self.data[start:stop].view(DTYPES[spec.dtype]).reshape(spec.shape)
 
+    def tensors(self) -> list[npt.NDArray[Any]]:
+        """`tensor` of all, which is much faster than one by one."""
+        offsets = layout(self.specs).offsets
+        return [
+            np.ndarray(spec.shape, DTYPES[spec.dtype], self.data, offset)
+            for spec, offset in zip(self.specs, offsets, strict=False)
+        ]
+
 
 class BlockMeta(NamedTuple):
     """What is known of a block without its tensors.

@@ -3,6 +3,7 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import ArraysCache, KVCache
 
+from omlx.arrays import ArrayPool
 from omlx.cache import layer_state
 from omlx.cache.layer_state import KVSlabs, Uncacheable, describe, extract
 from tests.tiny import TinyRunner
@@ -92,3 +93,27 @@ def test_restored_caches_continue_like_the_originals():
     slabs = KVSlabs(runner.layout, 64)
     slabs.target(0, 40, 40).copy_from(extract(runner.layout, caches, 0, 40))
     assert mx.array_equal(runner.logits(7, slabs.caches(40)), runner.logits(7, caches))
+
+
+def place(array: mx.array) -> int:
+    return np.asarray(array).__array_interface__["data"][0]
+
+
+def test_restored_caches_are_updated_in_place_also_in_recycled_memory():
+    runner = TinyRunner()
+    caches = runner.new_cache()
+    runner.prefill(list(range(40)), caches)
+    expected = runner.logits(7, caches)
+    block = extract(runner.layout, caches, 0, 40)
+    pool = ArrayPool(1 << 30)
+    places = set()
+    for _ in range(3):
+        slabs = KVSlabs(runner.layout, 64, pool)
+        slabs.target(0, 40, 40).copy_from(block)
+        restored = slabs.caches(40)
+        before = [place(cache.keys) for cache in restored]
+        assert mx.array_equal(expected, runner.logits(7, restored))
+        assert [place(cache.keys) for cache in restored] == before
+        places.update(before)
+        del slabs, restored
+    assert len(places) == len(caches)
