@@ -4,7 +4,7 @@ import itertools
 import logging
 import os
 import threading
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace as changed
 from pathlib import Path
 from typing import Literal
@@ -32,7 +32,14 @@ from omlx.storage.tensor_file import (
 
 log = logging.getLogger(__name__)
 
+FileUse = Literal["read", "write"]
+OnFile = Callable[[FileUse, Path, int], None]
+
 _ram_names = itertools.count(1)
+
+
+def _as_it_is(use: FileUse, path: Path, nbytes: int) -> None:
+    """Nothing comes between the store and its files."""
 
 
 class PagedSSDCacheManager(CacheManager):
@@ -51,6 +58,9 @@ class PagedSSDCacheManager(CacheManager):
     Raises StoreLocked, naming its pid, if another process works on the root; ValueError for a `cache_dir`
     outside of `root_dir`. A folder that cannot be used is no error: the log says so once, blocks stay in RAM,
     and files are written as soon as it can be.
+
+    `on_file(use, path, nbytes)` is called before a block's file is read or written, by the thread that does it; an
+    OSError that it raises counts as one of the file. It is there for tests, such as `omlx.testing.FaultyStore`.
     """
 
     def __init__(
@@ -65,6 +75,7 @@ class PagedSSDCacheManager(CacheManager):
         max_queue_bytes: int = DEFAULT_QUEUE_BYTES,
         free_reserve_bytes: int | None = None,
     ) -> None:
+        self.on_file: OnFile = _as_it_is
         name = f"ram-{next(_ram_names)}"
         self._lock = threading.Lock()
         self._counts = StoreStats()
@@ -148,12 +159,16 @@ class PagedSSDCacheManager(CacheManager):
             return False
         if self._disk.blocks.state((self._folder, meta.block_hash)) is None:
             self._enforce_size_limit_for_new_block(meta.file_size)
-        result = self._disk.blocks.put(self._folder, meta, block, self._write_safetensors_no_mx, may_wait=in_ram)
+        result = self._disk.blocks.put(self._folder, meta, block, self._write, may_wait=in_ram)
         return result == "queued"
 
     def _enforce_size_limit_for_new_block(self, new_bytes: int = 0) -> bool:
         """Evicts the least recently used files until `new_bytes` more fit under the limit; False if they cannot."""
         return self._disk is None or self._disk.blocks.make_room(new_bytes)
+
+    def _write(self, path: Path, block: BlockBuffer, meta: BlockMeta) -> None:
+        self.on_file("write", path, meta.file_size)
+        self._write_safetensors_no_mx(path, block, meta)
 
     # What the writer thread calls: only buffers, no MLX.
     _write_safetensors_no_mx = staticmethod(write_block_file)
@@ -211,20 +226,24 @@ class PagedSSDCacheManager(CacheManager):
         held = self._hot.whole(block_hash)
         if held is not None or self._disk is None:
             return ("ram" if held else None), held
-        where: list[Literal["ssd"]] = []
+        found = self._disk.fetch((self._folder, block_hash), self._read)
+        if isinstance(found, list):
+            return "ssd", found[0]
+        return ("ram" if found else None), found
 
-        def read(path: Path, meta: BlockMeta) -> WholeBlock:
-            where.append("ssd")
-            return read_block_file(path, meta)
+    def _read(self, path: Path, meta: BlockMeta) -> list[WholeBlock]:
+        self.on_file("read", path, meta.file_size)
+        return [read_block_file(path, meta)]
 
-        found = self._disk.fetch((self._folder, block_hash), read)
-        return (("ssd" if where else "ram") if found else None), found
+    def _read_into(self, path: Path, meta: BlockMeta, target: ReadTarget) -> Literal["ssd"]:
+        self.on_file("read", path, meta.file_size)
+        return _read_file(path, meta, target)
 
     def read_block(self, block_hash: bytes, target: ReadTarget) -> Literal["ram", "ssd"] | None:
         tier: Literal["ram", "ssd"] | None = None
         block = self._hot.get(block_hash)
         if block is None and self._disk is not None:
-            found = self._disk.fetch((self._folder, block_hash), lambda path, meta: _read_file(path, meta, target))
+            found = self._disk.fetch((self._folder, block_hash), lambda path, meta: self._read_into(path, meta, target))
             block, tier = (found.data, None) if isinstance(found, WholeBlock) else (None, found)
         if block is not None:
             if block.specs == target.specs:
