@@ -32,7 +32,8 @@ from omlx.cache.layer_state import CacheLayout
 from omlx.cache.paged_cache import PagedCacheManager
 from omlx.cache.paged_ssd_cache import PagedSSDCacheManager
 from omlx.cache.prefix_cache import BlockAwarePrefixCache, CacheIdentity
-from omlx.storage.disk_index import BlockTable, Entry, IndexFile
+from omlx.storage.block_table import BlockTable, Entry
+from omlx.storage.disk_index import IndexFile
 from omlx.storage.folder import INDEX_NAME, block_path, make_folder
 from omlx.storage.tensor_file import BlockBuffer, BlockMeta, with_size, write_block_file
 
@@ -66,22 +67,16 @@ def make_store(root: Path, blocks: int, prompt_tokens: int) -> None:
     """
     make_folder(root)
     index = IndexFile(root / INDEX_NAME)
-    metas = all_metas(blocks, prompt_tokens)
-    used = 0
-    for meta in islice(metas, SAVES + SAVES // 4):
-        write_file(root, meta)
-        index.save(changes([meta], used := used + 1))
-    while some := list(islice(metas, 10_000)):
-        index.save(changes(some, used + 1))
-        used += len(some)
-    index.close(clean=True)
-
-
-def changes(metas: list[BlockMeta], used: int) -> list[Any]:
+    index.load()
     table = BlockTable()
-    for number, meta in enumerate(metas):
-        table.add(Entry("", meta, used + number))
-    return table.take_changes(len(metas))
+    for number, meta in enumerate(all_metas(blocks, prompt_tokens)):
+        if number < SAVES + SAVES // 4:
+            write_file(root, meta)
+        table.add(Entry("", meta, number + 1))
+        if table.changes >= 10_000:
+            index.save(table.take_changes(10_000))
+    index.save(table.take_changes(10_000))
+    index.close(table.pack())
 
 
 def write_file(root: Path, meta: BlockMeta) -> None:

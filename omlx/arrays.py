@@ -2,8 +2,9 @@
 
 import sys
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -50,7 +51,8 @@ def empty_array(dtype: str, shape: Sequence[int]) -> mx.array:
     return array
 
 
-class _Lent(NamedTuple):
+@dataclass(frozen=True, slots=True, eq=False)  # arrays cannot be compared
+class _Lent:
     key: Hashable
     size: int
     arrays: list[mx.array]

@@ -1,5 +1,6 @@
 """Which blocks a cache root holds, and what is to be done about it: decisions only, no file is touched here."""
 
+import math
 import threading
 import weakref
 from collections import defaultdict
@@ -59,6 +60,8 @@ class BlockLedger:
         self._gone = GoneBlocks()
         self._waiting: dict[Key, _Waiting] = {}
         self._doomed: set[Path] = set()  # files whose removal is queued
+        self._stuck: dict[Key, int] = {}  # bytes of files that could not be removed
+        self._removals_fail = False
         self._counts: defaultdict[str, FolderCounts] = defaultdict(FolderCounts)
         self._index_bytes = 0
         self._other_bytes: dict[str, int] = {}
@@ -200,9 +203,13 @@ class BlockLedger:
 
     def _make_room(self, nbytes: int) -> bool:
         excess = self._table.bytes + nbytes - self._limit()
+        if nbytes and excess > 0 and self._removals_fail:
+            return False  # more of what can be read would be given up, and nothing gained
+        if not nbytes:
+            excess -= sum(self._stuck.values())
         victims = []
         for entry in self._table.entries() if excess > 0 else ():
-            if entry.key not in self._pins:
+            if entry.key not in self._pins and entry.key not in self._stuck:
                 victims.append(entry)
                 excess -= entry.meta.file_size
                 if excess <= 0:
@@ -259,6 +266,7 @@ class BlockLedger:
         if not self._table.known(key):
             return waited
         self._table.remove(key)
+        self._stuck.pop(key, None)
         path = block_path(self._root, key)
         self._doomed.add(path)
         self._queue.append(("unlink", path))
@@ -329,6 +337,32 @@ class BlockLedger:
         with self._lock:
             self._doomed.discard(path)
 
+    def doomed(self) -> list[Path]:
+        """The files whose removal is queued."""
+        with self._lock:
+            return list(self._doomed)
+
+    def removal_failed(self, entry: Entry) -> None:
+        """A file that could not be removed counts on, as this stale entry, and is tried again by `retry_removals`.
+
+        Until then nothing is kept that more removals would have to make room for.
+        """
+        with self._lock:
+            self._removals_fail = True
+            if not self._table.known(entry.key):
+                self._table.add(entry)
+                self._stuck[entry.key] = entry.meta.file_size
+
+    @property
+    def removals_fail(self) -> bool:
+        return self._removals_fail
+
+    def retry_removals(self) -> None:
+        with self._lock:
+            self._removals_fail = False
+            for key in list(self._stuck):
+                self._delete(key)
+
     def add_found(self, entry: Entry) -> None:
         """A file that nobody knew; `in_order` has to follow."""
         with self._lock:
@@ -352,6 +386,13 @@ class BlockLedger:
         with self._lock:
             return self._table.see(key) or block_path(self._root, key) in self._doomed
 
+    def forget_unless_size(self, key: Key, nbytes: int) -> None:
+        """Forgets a block on disk whose file has another size than we know."""
+        with self._lock:
+            entry = self._table.get(key)
+            if entry is not None and entry.pending is None and entry.meta.file_size != nbytes:
+                self._table.remove(key)
+
     def keep_only_seen(self) -> None:
         """Forgets the blocks whose files were not seen since the folder was opened."""
         with self._lock:
@@ -369,20 +410,23 @@ class BlockLedger:
             self._index_bytes = index_bytes
             self._table.load(packed)
 
-    def set_space(self, disk_bytes: int, free_bytes: int) -> None:
+    def set_space(self, disk_bytes: int, free_bytes: int) -> float:
         """How large the disk is and what is free on it; meets the limit that follows from it.
 
-        Not used while removals are queued: their bytes would count as neither ours nor free.
+        Not used while removals are queued: their bytes would count as neither ours nor free. Returns how many
+        bytes may be written now.
         """
         with self._lock:
-            if self._doomed or not disk_bytes:
-                return
+            if not disk_bytes:
+                return math.inf
             reserve = self._reserve_bytes
             if reserve is None:
                 reserve = min(RESERVE_BYTES, int(disk_bytes * RESERVE_SHARE))
-            written = self._table.bytes - self._queue.bytes + self._overhead()
-            self._space = written + free_bytes - reserve
-            self._make_room(0)
+            if not self._doomed:
+                written = self._table.bytes - self._queue.bytes + self._overhead()
+                self._space = written + free_bytes - reserve
+                self._make_room(0)
+            return free_bytes - reserve
 
     def set_index_bytes(self, nbytes: int) -> None:
         with self._lock:

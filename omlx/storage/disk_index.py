@@ -53,7 +53,10 @@ class IndexFile:
             except (sqlite3.Error, ValueError, PermissionError, IsADirectoryError) as exc:
                 if isinstance(exc, sqlite3.Error) and not is_lost(exc):
                     raise
-                self._db = self._open_anew(exc)
+                self._say_damaged(exc)
+                self.damaged = True
+                self._remove()
+                self._db = self._open()
         except sqlite3.Error as exc:
             raise OSError(f"the cache index {path} cannot be used: {exc}") from exc
 
@@ -78,13 +81,10 @@ class IndexFile:
         self.clean = version == 2 * _SCHEMA + 1
         return db
 
-    def _open_anew(self, error: Exception) -> sqlite3.Connection:
+    def _say_damaged(self, error: Exception) -> None:
         log.warning(
             "the cache index %s is damaged (%s): it is built again from the blocks' headers", self.path, error
         )
-        self.damaged = True
-        self._remove()
-        return self._open()
 
     def load(self) -> Packed:
         """All that the last process told, in order of use. Fast if it closed; to be called once, after opening.
@@ -101,12 +101,8 @@ class IndexFile:
         except (sqlite3.Error, ValueError) as exc:
             if isinstance(exc, sqlite3.Error) and not is_lost(exc):
                 raise OSError(f"the cache index {self.path} cannot be read: {exc}") from exc
-            self.clean = False
-            self._db.close()
-            try:
-                self._db = self._open_anew(exc)
-            except sqlite3.Error as again:
-                raise OSError(f"the cache index {self.path} cannot be used: {again}") from again
+            self._say_damaged(exc)
+            self.make_again()
             return Packed(0, [], [], [])
         finally:
             self._drop_snapshot()
@@ -130,10 +126,14 @@ class IndexFile:
             raise
 
     def make_again(self) -> None:
-        """Starts over with an empty file. Raises OSError, sqlite3.Error."""
+        """Starts over with an empty file, because this one is damaged or another's. Raises OSError."""
         self._db.close()
-        self._remove()
-        self._db = self._open()
+        self.clean, self.damaged = False, True
+        try:
+            self._remove()
+            self._db = self._open()
+        except sqlite3.Error as exc:
+            raise OSError(f"the cache index {self.path} cannot be made again: {exc}") from exc
 
     def rows(self) -> dict[Key, Row]:
         """What the file holds. Raises sqlite3.Error."""
@@ -239,4 +239,5 @@ def _unreadable(path: Path, error: sqlite3.Error) -> Exception:
 def is_lost(error: sqlite3.Error) -> bool:
     """Whether the index has to be made anew, not just tried again later."""
     code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT)
-    return code == sqlite3.SQLITE_READONLY_DBMOVED or code & 0xFF in _LOST
+    # A file that the system lets us write, and SQLite calls read-only, has a damaged header.
+    return code in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_READONLY_DBMOVED) or code & 0xFF in _LOST

@@ -8,6 +8,7 @@ import atexit
 import contextlib
 import errno
 import logging
+import math
 import os
 import sqlite3
 import threading
@@ -20,7 +21,16 @@ from omlx.storage.block_ledger import BlockLedger
 from omlx.storage.block_table import Change, Entry, Pending
 from omlx.storage.bookkeeping import Key, RecentTokens
 from omlx.storage.disk_index import IndexFile, is_lost
-from omlx.storage.folder import INDEX_NAME, FolderLock, StoreLocked, block_path, key_of, make_folder, remove
+from omlx.storage.folder import (
+    INDEX_NAME,
+    FolderLock,
+    StoreLocked,
+    block_path,
+    file_mark,
+    key_of,
+    make_folder,
+    remove,
+)
 from omlx.storage.recovery import compare, find_blocks, identify, stale_entry
 from omlx.storage.tensor_file import BlockMeta, DamagedBlock, WholeBlock, read_meta
 from omlx.storage.write_queue import Task, WriteQueue
@@ -56,6 +66,7 @@ class DiskStore:
         self._lock_file: FolderLock | None = None
         self._index: IndexFile | None = None
         self._tokens = RecentTokens()
+        self._index_mark = ""  # of the index file as we left it last
         self._complete = threading.Event()
         self._stop_recovery = threading.Event()
         self._recovery: threading.Thread | None = None
@@ -143,15 +154,34 @@ class DiskStore:
             return  # evicted or deleted before its turn
         try:
             self._ensure_connected()
-            self._measure()
+            self._make_space(entry.meta.file_size)
             self._write_file(block_path(self.root, entry.key), pending, entry.meta)
         except (OSError, StoreLocked) as exc:
-            self.blocks.write_failed(entry, pending)
-            self._back_off()
+            self._write_failed(entry, pending)
             self._trouble("write", exc)
+        except BaseException:  # the entry must not stay, whatever this was
+            self._write_failed(entry, pending)
+            raise
         else:
             self.blocks.written(entry)
             self._works("open", "read", "write")
+
+    def _write_failed(self, entry: Entry, pending: Pending) -> None:
+        self.blocks.write_failed(entry, pending)
+        self._back_off()
+
+    def _make_space(self, nbytes: int) -> None:
+        """Removes what has to go before a file of that size is written. Raises OSError if the disk has no room then.
+
+        Removals that are queued behind the write are done now: others may have filled the disk since they
+        were decided.
+        """
+        if self._measure() < nbytes:
+            self._unlink_doomed()
+            self._measure()
+            self._unlink_doomed()
+            if self._measure() < nbytes:
+                raise OSError(errno.ENOSPC, "the disk is full, but for the space that is left free")
 
     @staticmethod
     def _write_file(path: Path, pending: Pending, meta: BlockMeta) -> None:
@@ -171,21 +201,27 @@ class DiskStore:
         except OSError as exc:
             self._trouble("unlink", exc)
             self._keep_stale(path)
+            self._back_off()
         else:
             self._works("unlink")
 
+    def _unlink_doomed(self) -> None:
+        """Does the removals that are queued, ahead of what is queued before them."""
+        for path in self.blocks.doomed():
+            self._unlink(path)
+
     def _keep_stale(self, path: Path) -> None:
-        """Counts a file that could not be removed; it is tried again when room is needed."""
+        """Counts a file that could not be removed; it is tried again later."""
         with contextlib.suppress(OSError):
-            self.blocks.add_found(stale_entry(key_of(self.root, path), path.stat().st_size))
-            self.blocks.in_order()
+            self.blocks.removal_failed(stale_entry(key_of(self.root, path), path.lstat().st_size))
 
     def _queue_waiting(self) -> None:
-        if self.blocks.waits:
+        if self.blocks.waits or self.blocks.removals_fail:
             wait_s = self._retry_at - time.monotonic()
             if wait_s > 0:
                 self._queue.wake_in(wait_s)
             else:
+                self.blocks.retry_removals()
                 self.blocks.queue_waiting()
 
     def _rest(self) -> None:
@@ -215,31 +251,40 @@ class DiskStore:
         """Raises OSError or StoreLocked if the folder cannot be used now."""
         if not self._connected():
             self._connect()
+            self._unlink_doomed()
             self._complete_index()
 
     def _connect(self) -> None:
         """Opens the folder. Until that works, what is known of it is kept: it may come back as it was."""
         make_folder(self.root)
         lock = FolderLock(self.root)
+        path = self.root / INDEX_NAME
+        as_left = lock.note in ("", file_mark(path))
         try:
-            index = IndexFile(self.root / INDEX_NAME)
+            index = IndexFile(path)
             packed = index.load()
+            if not as_left and not index.damaged:
+                log.warning("the cache index %s is not the one that was left here: the folder is looked through", path)
+                index.make_again()
         except OSError:
             lock.release()
             raise
         if self._lock_file is not None:
             self._disconnect(clean=False)
-        self._lock_file, self._index = lock, index
+        self._lock_file, self._index, self._index_mark = lock, index, file_mark(path)
         self.index_damaged += index.damaged
         self.blocks.load(packed, index.nbytes())
+        if not as_left:
+            self.blocks.mark_all_changed()
         self._measure()
         self.blocks.make_room()
 
     def _disconnect(self, *, clean: bool) -> None:
         self._end_recovery()
         if self._index is not None and self._lock_file is not None:
-            self._index.close(self.blocks.pack() if clean else None)
-            self._lock_file.release()
+            packed = self.blocks.pack() if clean else None
+            self._index.close(packed)
+            self._lock_file.release(file_mark(self._index.path) if packed is not None else "")
         self._index = self._lock_file = None
 
     def _complete_index(self) -> None:
@@ -249,11 +294,12 @@ class DiskStore:
         """
         found = []
         if self._index is not None and not self._index.clean:
-            for entry in find_blocks(self.root, self.blocks.see):
+            for entry in find_blocks(self.root, self._see):
                 self.blocks.add_found(entry)
                 found.append(entry)
             self.blocks.keep_only_seen()
             self.blocks.in_order()
+            self._unlink_doomed()  # the limit holds before anything new is written
         if found:
             self._recovery = threading.Thread(target=self._identify, args=[found], name="omlx-recovery", daemon=True)
             self._recovery.start()
@@ -279,16 +325,28 @@ class DiskStore:
             self._stop_recovery.clear()
             self._recovery = None
 
-    def _measure(self) -> None:
-        with contextlib.suppress(OSError):
+    def _see(self, key: Key) -> bool:
+        """Whether a file's header need not be read. An index that somebody changed is not taken at its word."""
+        if self._index is not None and self._index.damaged:
+            with contextlib.suppress(OSError):
+                self.blocks.forget_unless_size(key, block_path(self.root, key).stat().st_size)
+        return self.blocks.see(key)
+
+    def _measure(self) -> float:
+        """Tells the ledger how much room the disk has; returns how many bytes may be written now."""
+        try:
             disk = os.statvfs(self.root)
-            self.blocks.set_space(disk.f_blocks * disk.f_frsize, disk.f_bavail * disk.f_frsize)
+        except OSError:
+            return math.inf
+        return self.blocks.set_space(disk.f_blocks * disk.f_frsize, disk.f_bavail * disk.f_frsize)
 
     def _commit(self) -> None:
         """Tells SQLite what changed, and meets the limit with the index's new size."""
         index = self._index
         if index is None:
             return
+        if file_mark(index.path) != self._index_mark and self._connected():
+            self._make_index_again(index, OSError(f"somebody changed or removed {INDEX_NAME}"))
         while changes := self.blocks.take_changes(_COMMIT_ROWS):
             try:
                 index.save(changes)
@@ -296,6 +354,7 @@ class DiskStore:
             except sqlite3.Error as exc:
                 self._commit_failed(index, changes, exc)
                 break
+        self._index_mark = file_mark(index.path)
         self.blocks.set_index_bytes(index.nbytes())
 
     def _commit_failed(self, index: IndexFile, changes: list[Change], error: sqlite3.Error) -> None:
@@ -303,17 +362,24 @@ class DiskStore:
         self._back_off()
         self.blocks.give_back(changes)
         if is_lost(error) and self._connected():
+            self._make_index_again(index, error)
+
+    def _make_index_again(self, index: IndexFile, why: Exception) -> None:
+        self._trouble("index", why)
+        self.blocks.mark_all_changed()
+        try:
+            index.make_again()
             self.index_damaged += 1
-            self.blocks.mark_all_changed()
-            try:
-                index.make_again()
-            except (OSError, sqlite3.Error) as exc:
-                self._trouble("index", exc)
+        except (OSError, sqlite3.Error) as exc:
+            self._trouble("index", exc)
+            self._back_off()
 
     def _back_off(self) -> None:
-        self._retry_at = time.monotonic() + self._retry_s
-        self._queue.wake_in(self._retry_s)
-        self._retry_s = min(2 * self._retry_s, _RETRY_S[1])
+        now = time.monotonic()
+        if now >= self._retry_at:  # else one of many that fail for the same reason
+            self._retry_at = now + self._retry_s
+            self._retry_s = min(2 * self._retry_s, _RETRY_S[1])
+        self._queue.wake_in(self._retry_at - now)
 
     def _trouble(self, what: str, error: Exception) -> None:
         """Says so once until it works again, and not more often than now and then."""

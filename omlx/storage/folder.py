@@ -166,10 +166,20 @@ def remove(path: Path) -> None:
         os.rename(path, path.with_name(f"{path.name}.set-aside-{time.time_ns()}"))
 
 
+def file_mark(path: Path) -> str:
+    """Tells whether a file was changed: its size and time; "" if it is not there."""
+    try:
+        stat = path.stat()
+    except OSError:
+        return ""
+    return f"{stat.st_size} {stat.st_mtime_ns}"
+
+
 class FolderLock:
     """The right to change files under a root: a lock on <root>/.lock, held until `release` or the process's end.
 
-    Raises StoreLocked, naming the process that has it; OSError if the folder cannot be used.
+    `note` is what the last holder left with its release. Raises StoreLocked, naming the process that has the lock;
+    OSError if the folder cannot be used.
     """
 
     def __init__(self, root: Path) -> None:
@@ -178,14 +188,18 @@ class FolderLock:
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as exc:
-            holder = os.pread(self._fd, 32, 0).decode("ascii", "replace").strip()
+            holder, _ = read_lock(self._fd)
             os.close(self._fd)
             if isinstance(exc, BlockingIOError):
                 raise StoreLocked(f"the cache folder {root} is in use by process {holder or 'unknown'}") from exc
             raise
+        _, self.note = read_lock(self._fd)
+        self._write()
+
+    def _write(self, note: str = "") -> None:
         with contextlib.suppress(OSError):  # on a full disk the number is missing, the lock holds
             os.ftruncate(self._fd, 0)
-            os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
+            os.pwrite(self._fd, f"{os.getpid()}\n{note}".encode(), 0)
 
     def in_place(self) -> bool:
         """Whether the folder still is the one that was locked: not deleted, moved away or unmounted."""
@@ -194,5 +208,14 @@ class FolderLock:
         except OSError:
             return False
 
-    def release(self) -> None:
+    def release(self, note: str = "") -> None:
+        """Frees the folder; leaves the next holder a note of one line."""
+        if note:
+            self._write(f"{note}\n")
         os.close(self._fd)
+
+
+def read_lock(fd: int) -> tuple[str, str]:
+    """What an open lock file says: the number of the process that took the lock last, and its note."""
+    pid, _, note = os.pread(fd, 100, 0).decode("ascii", "replace").partition("\n")
+    return pid.strip(), note.strip()

@@ -19,7 +19,7 @@ from omlx.storage.bookkeeping import Key
 from omlx.storage.disk_index import read_index
 from omlx.storage.feature_file import SUFFIX as FEATURE_SUFFIX
 from omlx.storage.feature_file import FeatureKey, feature_name, read_feature_file, read_label
-from omlx.storage.folder import INDEX_NAME, LOCK_NAME, block_path, folder_name, folders, walk
+from omlx.storage.folder import INDEX_NAME, LOCK_NAME, block_path, folder_name, folders, read_lock, walk
 from omlx.storage.recovery import stale_entry
 from omlx.storage.tensor_file import DamagedBlock, UnknownFormat, read_block_file, read_meta
 
@@ -54,8 +54,8 @@ def holder(root: Path) -> int | None:
     except OSError:
         return None
     try:
-        text = os.pread(fd, 32, 0).strip()
-        pid = int(text) if text.isdigit() else 0
+        text, _ = read_lock(fd)
+        pid = int(text) if text.isdecimal() else 0
         # The lock is tried only if that process lives: trying it might refuse one that is starting.
         if not psutil.pid_exists(pid):
             return None
