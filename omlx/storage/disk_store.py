@@ -67,10 +67,11 @@ class DiskStore:
         self._index: IndexFile | None = None
         self._tokens = RecentTokens()
         self._index_mark = ""  # of the index file as we left it last
+        self._untold: set[Path] = set()  # removed files that SQLite may still have a row of
         self._complete = threading.Event()
         self._stop_recovery = threading.Event()
         self._recovery: threading.Thread | None = None
-        self._troubles: set[str] = set()
+        self._troubles: dict[str, int | None] = {}  # what does not work now, and the error's number
         self._said_at: dict[str, float] = {}
         self._retry_s, self._retry_at = _RETRY_S[0], 0.0
         try:
@@ -155,7 +156,10 @@ class DiskStore:
         try:
             self._ensure_connected()
             self._make_space(entry.meta.file_size)
-            self._write_file(block_path(self.root, entry.key), pending, entry.meta)
+            path = block_path(self.root, entry.key)
+            if path in self._untold:  # a process killed after this write must not leave a row of the file before
+                self._commit()
+            self._write_file(path, pending, entry.meta)
         except (OSError, StoreLocked) as exc:
             self._write_failed(entry, pending)
             self._trouble("write", exc)
@@ -196,6 +200,7 @@ class DiskStore:
 
     def _unlink(self, path: Path) -> None:
         self.blocks.unlinked(path)
+        self._untold.add(path)
         try:
             remove(path)
         except OSError as exc:
@@ -354,6 +359,8 @@ class DiskStore:
             except sqlite3.Error as exc:
                 self._commit_failed(index, changes, exc)
                 break
+        else:
+            self._untold.clear()
         self._index_mark = file_mark(index.path)
         self.blocks.set_index_bytes(index.nbytes())
 
@@ -383,18 +390,21 @@ class DiskStore:
 
     def _trouble(self, what: str, error: Exception) -> None:
         """Says so once until it works again, and not more often than now and then."""
-        now = time.monotonic()
-        if what not in self._troubles and now - self._said_at.get(what, -_SAY_AGAIN_S) >= _SAY_AGAIN_S:
+        now, number = time.monotonic(), getattr(error, "errno", None)
+        # Other things fail for the same reason, and the index follows the files.
+        same = number is not None and number in self._troubles.values()
+        known = what in self._troubles or same or (what == "index" and self._troubles)
+        if not known and now - self._said_at.get(what, -_SAY_AGAIN_S) >= _SAY_AGAIN_S:
             log.warning("cache folder %s, %s: %s; serving goes on without it until it works", self.root, what, error)
             self._said_at[what] = now
-        self._troubles.add(what)
+        self._troubles[what] = number
 
     def _works(self, *what: str) -> None:
         if "open" in what:
             self._retry_s, self._retry_at = _RETRY_S[0], 0.0
-        if self._troubles.intersection(what):
-            self._troubles.difference_update(what)
-            log.info("cache folder %s works again (%s)", self.root, ", ".join(what))
+        for mended in self._troubles.keys() & set(what):
+            del self._troubles[mended]
+            log.info("cache folder %s works again (%s)", self.root, mended)
 
     # ---- flush, check, close
 

@@ -1,13 +1,7 @@
 """Spoiled files under a scheduler: the answer is that of a cold run, the damage is said once, and it heals."""
 
-import logging
-import os
 import random
 import shutil
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
 
 import pytest
 
@@ -16,9 +10,9 @@ from omlx.storage.folder import INDEX_NAME
 from omlx.testing import Fault, FaultyStore
 from tests.dict_store import DictStore
 from tests.storage.blocks import damage
+from tests.storage.children import Said, become_nobody, open_folder, run_in_child
 from tests.tiny import EOS, Bench, TinyRunner
 
-REPOSITORY = Path(__file__).parents[2]
 B = 16
 MB = 1 << 20
 PROMPT = [random.Random(1).randrange(EOS) for _ in range(5 * B + 9)]
@@ -202,17 +196,11 @@ def test_an_index_that_is_spoiled_while_running_is_made_again(opened, runner, co
 
 def as_nobody(root):
     """The unreadable cases, by a user who is not root; run by the next test in a process of its own."""
-    logged = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: logged.append(record.getMessage())
-    logging.getLogger("omlx").addHandler(handler)
+    said = Said()
     runner = TinyRunner()
     bench = Bench(runner, DictStore())
     expected = bench.answer(bench.ask(PROMPT))
-    if os.getuid() == 0:
-        os.setgroups([])
-        os.setgid(65534)
-        os.setuid(65534)
+    become_nobody()
 
     def opened():
         store = PagedSSDCacheManager(root / "m", 64 * MB, root_dir=root, free_reserve_bytes=0)
@@ -228,12 +216,12 @@ def as_nobody(root):
             path.chmod(0)
             if when == "stopped":
                 bench = opened()
-            logged.clear()
+            said.lines.clear()
             assert bench.answer(ask_and_flush(bench)) == expected and bench.store.stats().damaged == 1
-            assert [str(path) in line for line in logged] == [True], logged
+            assert [str(path) in line for line in said.lines] == [True], said.lines
             healed = ask_and_flush(bench)
             assert bench.answer(healed) == expected and healed.stats.cached_ssd_tokens == len(PROMPT) - 1
-            assert bench.store.check() == [] and len(logged) == 1
+            assert bench.store.check() == [] and len(said.lines) == 1
             bench.store.close()
     for index in ("running", "stopped"):
         bench = opened()
@@ -243,20 +231,10 @@ def as_nobody(root):
             bench = opened()
         again = ask_and_flush(bench)
         assert bench.answer(again) == expected and again.stats.cached_ssd_tokens == len(PROMPT) - 1
-        assert bench.store.check() == [] and len(logged) <= 3
+        assert bench.store.check() == [] and len(said.lines) <= 3
         bench.store.close()
-    print("fine")
 
 
 def test_unreadable_files_are_misses_for_a_user_who_is_not_root():
-    parent = Path(tempfile.mkdtemp())  # tmp_path's parents are closed to others
-    try:
-        parent.chmod(0o777)
-        script = "import sys; from pathlib import Path; from tests.storage import test_damage as t; "
-        script += "t.as_nobody(Path(sys.argv[1]))"
-        command = [sys.executable, "-c", script, str(parent / "root")]
-        environ = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
-        assert done.stdout.endswith("fine\n"), done.stderr
-    finally:
-        shutil.rmtree(parent)
+    with open_folder() as folder:
+        run_in_child(as_nobody, folder / "root")
