@@ -12,10 +12,11 @@ import hashlib
 import struct
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 TOKEN_BYTES = 4
 _LENGTH = struct.Struct("<Q")
+_BLOCK = b"omlx-block-1"
 
 
 def _digest(domain: bytes, *fields: bytes) -> bytes:
@@ -36,7 +37,17 @@ def block_hash(parent: bytes, tokens: bytes, extra: bytes = b"") -> bytes:
 
     `extra` carries what the token ids do not say, such as the hashes of images that begin here.
     """
-    return _digest(b"omlx-block-1", parent, tokens, extra)
+    return _digest(_BLOCK, parent, tokens, extra)
+
+
+def block_hashes(parent: bytes, packed: bytes, block_size: int, extra: bytes = b"") -> Iterator[bytes]:
+    """The names of the whole blocks that packed tokens fill, one after another: `block_hash` of each, in half its time."""
+    nbytes = block_size * TOKEN_BYTES
+    between, end = _LENGTH.pack(nbytes), _LENGTH.pack(len(extra)) + extra
+    for at in range(0, len(packed) - nbytes + 1, nbytes):
+        fields = (_BLOCK, _LENGTH.pack(len(parent)), parent, between, packed[at : at + nbytes], end)
+        parent = hashlib.sha256(b"".join(fields)).digest()
+        yield parent
 
 
 def pack_tokens(tokens: Sequence[int]) -> bytes:

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from omlx.cache.block import block_hash, common_tokens, pack_tokens, root_hash, slice_tokens
+from omlx.cache.block import block_hash, block_hashes, common_tokens, pack_tokens, root_hash, slice_tokens
 
 
 def test_a_hash_names_tokens_and_everything_before_them():
@@ -16,6 +16,16 @@ def test_a_hash_names_tokens_and_everything_before_them():
         block_hash(block_hash(root, first), second, extra=b"image"),
     }
     assert len(others) == 4 and a not in others
+
+
+@pytest.mark.parametrize("extra", [b"", b"decoded"])
+@pytest.mark.parametrize("tokens", [0, 7, 8, 25])
+def test_the_names_of_many_blocks_are_those_of_each(tokens, extra):
+    packed, parent, names = pack_tokens(range(tokens)), b"a parent of any length", []
+    for start in range(0, tokens - 7, 8):
+        parent = block_hash(parent, slice_tokens(packed, start, start + 8), extra)
+        names.append(parent)
+    assert list(block_hashes(b"a parent of any length", packed, 8, extra)) == names
 
 
 def test_moving_bytes_between_fields_changes_the_hash():
