@@ -91,6 +91,8 @@ class PagedSSDCacheManager(CacheManager):
             self._disk = open_store(root, max_size_bytes, max_queue_bytes, free_reserve_bytes)
         self._hot = HotCache(hot_tier or HotTier(hot_cache_max_bytes), name)
         self._index = PagedSSDCacheIndex(self._disk, self._folder, self._hot)
+        if self._disk is not None:
+            self._disk.add_user(self)
 
     # ---- keep
 
@@ -161,6 +163,13 @@ class PagedSSDCacheManager(CacheManager):
             self._enforce_size_limit_for_new_block(meta.file_size)
         result = self._disk.blocks.put(self._folder, meta, block, self._write, may_wait=in_ram)
         return result == "queued"
+
+    def folder_lost(self) -> None:
+        """Queues the files of all blocks in RAM that have none, after the folder was lost and is there again."""
+        for meta in self._hot.metas():
+            block = self._hot.get(meta.block_hash)
+            if block is not None:
+                self._to_disk(block, meta, in_ram=True)
 
     def _enforce_size_limit_for_new_block(self, new_bytes: int = 0) -> bool:
         """Evicts the least recently used files until `new_bytes` more fit under the limit; False if they cannot."""

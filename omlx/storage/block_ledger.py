@@ -357,6 +357,11 @@ class BlockLedger:
     def removals_fail(self) -> bool:
         return self._removals_fail
 
+    @property
+    def within_limit(self) -> bool:
+        with self._lock:
+            return self._table.bytes <= max(0, self._limit())
+
     def retry_removals(self) -> None:
         with self._lock:
             self._removals_fail = False

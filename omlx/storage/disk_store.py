@@ -13,9 +13,10 @@ import os
 import sqlite3
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from omlx.storage.block_ledger import BlockLedger
 from omlx.storage.block_table import Change, Entry, Pending
@@ -33,6 +34,7 @@ from omlx.storage.folder import (
 )
 from omlx.storage.recovery import compare, find_blocks, identify, stale_entry
 from omlx.storage.tensor_file import BlockMeta, DamagedBlock, WholeBlock, read_meta
+from omlx.storage.troubles import Troubles
 from omlx.storage.write_queue import Task, WriteQueue
 
 log = logging.getLogger(__name__)
@@ -43,11 +45,17 @@ DEFAULT_QUEUE_BYTES = 256 << 20
 _COMMIT_ROWS = 64  # small transactions keep SQLite's journal small
 _OPEN_WAIT_S = 2.0  # a start waits this long for the index to be complete, then goes on without
 _RETRY_S = (0.5, 30.0)  # after a failure: first wait, longest wait
-_SAY_AGAIN_S = 60.0
 _EXIT_TIMEOUT_S = 30.0
 _SETTLE_S = 10.0  # how long a file beside the blocks waits for the removals that make room for it
 # Nothing is wrong with the file: the process or the machine was short of something.
 _PASSING = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.EAGAIN))
+
+
+class StoreUser(Protocol):
+    """Somebody who keeps blocks of a store in RAM."""
+
+    def folder_lost(self) -> None:
+        """Puts again what RAM has: the folder is another one, and what was on disk is gone. Never waits."""
 
 
 class DiskStore:
@@ -62,6 +70,7 @@ class DiskStore:
         self.index_damaged = 0  # how often the index file had to be made anew
         self._queue = WriteQueue("omlx-writer", queue_bytes, self._work, self._rest, self._end)
         self.blocks = BlockLedger(root, max_bytes, reserve_bytes, self._queue)
+        self._users: weakref.WeakSet[StoreUser] = weakref.WeakSet()
         self._pid = os.getpid()
         self._lock_file: FolderLock | None = None
         self._index: IndexFile | None = None
@@ -71,8 +80,7 @@ class DiskStore:
         self._complete = threading.Event()
         self._stop_recovery = threading.Event()
         self._recovery: threading.Thread | None = None
-        self._troubles: dict[str, int | None] = {}  # what does not work now, and the error's number
-        self._said_at: dict[str, float] = {}
+        self._troubles = Troubles(f"cache folder {root}", "serving goes on without it")
         self._retry_s, self._retry_at = _RETRY_S[0], 0.0
         try:
             self._connect()
@@ -81,6 +89,10 @@ class DiskStore:
         self._queue.append(("call", self._complete_index))
         self._queue.start()
         self._complete.wait(_OPEN_WAIT_S)
+
+    def add_user(self, user: StoreUser) -> None:
+        """Users are held weakly."""
+        self._users.add(user)
 
     # ---- reading
 
@@ -180,6 +192,8 @@ class DiskStore:
         Removals that are queued behind the write are done now: others may have filled the disk since they
         were decided.
         """
+        if self.blocks.removals_fail and not self.blocks.within_limit:
+            raise OSError(errno.EACCES, "files that have to go cannot be removed")
         if self._measure() < nbytes:
             self._unlink_doomed()
             self._measure()
@@ -258,6 +272,8 @@ class DiskStore:
             self._connect()
             self._unlink_doomed()
             self._complete_index()
+            for user in list(self._users):
+                user.folder_lost()
 
     def _connect(self) -> None:
         """Opens the folder. Until that works, what is known of it is kept: it may come back as it was."""
@@ -389,22 +405,13 @@ class DiskStore:
         self._queue.wake_in(self._retry_at - now)
 
     def _trouble(self, what: str, error: Exception) -> None:
-        """Says so once until it works again, and not more often than now and then."""
-        now, number = time.monotonic(), getattr(error, "errno", None)
-        # Other things fail for the same reason, and the index follows the files.
-        same = number is not None and number in self._troubles.values()
-        known = what in self._troubles or same or (what == "index" and self._troubles)
-        if not known and now - self._said_at.get(what, -_SAY_AGAIN_S) >= _SAY_AGAIN_S:
-            log.warning("cache folder %s, %s: %s; serving goes on without it until it works", self.root, what, error)
-            self._said_at[what] = now
-        self._troubles[what] = number
+        # The index fails with the files, and everything without the folder.
+        self._troubles.note(what, error, follows=what == "index" or not self._connected())
 
     def _works(self, *what: str) -> None:
         if "open" in what:
             self._retry_s, self._retry_at = _RETRY_S[0], 0.0
-        for mended in self._troubles.keys() & set(what):
-            del self._troubles[mended]
-            log.info("cache folder %s works again (%s)", self.root, mended)
+        self._troubles.mended(*what)
 
     # ---- flush, check, close
 

@@ -32,13 +32,13 @@ from omlx.storage.feature_file import (
 )
 from omlx.storage.folder import make_folder, remove
 from omlx.storage.tensor_file import TEMP_PREFIX, TEMP_SUFFIX, BlockBuffer, DamagedBlock, TensorSpec
+from omlx.storage.troubles import Troubles
 from omlx.storage.write_queue import Task, WriteQueue
 
 log = logging.getLogger(__name__)
 
 _OPEN_WAIT_S = 2.0  # a start waits this long for the list of files, then goes on without
 _RETRY_S = 1.0  # after a failed write
-_SAY_AGAIN_S = 60.0
 _TOUCH_WITHIN_S = 1.0  # how long only memory may know of a change in the order of use
 _EXIT_TIMEOUT_S = 30.0
 _TEMP_NAME = re.compile(rf"{re.escape(TEMP_PREFIX)}(\d+){re.escape(TEMP_SUFFIX)}")
@@ -115,8 +115,7 @@ class FeatureFolder:
         self._unsure = True  # whether the files have to be listed before the next write
         self._closed = False
         self._retry_at = 0.0
-        self._troubles: set[str] = set()
-        self._said_at: dict[str, float] = {}
+        self._troubles = Troubles(f"features folder {path}", "features stay in RAM")
         self._said_declined = False
         self._queue = WriteQueue("omlx-features", queue_bytes, self._work, self._rest, lambda: None)
         listed = threading.Event()
@@ -225,9 +224,9 @@ class FeatureFolder:
         except OSError as exc:
             with self._lock:
                 self.counts.read_errors += 1
-            self._trouble("read", exc)
+            self._troubles.note("read", exc)
         else:
-            self._works("read")
+            self._troubles.mended("read")
             return Found(self._seen(key, entry, size), None)
         return None
 
@@ -278,7 +277,7 @@ class FeatureFolder:
             try:
                 self._remove(subject)
             except OSError as exc:
-                self._trouble("write", exc)
+                self._troubles.note("write", exc)
         else:
             subject()
 
@@ -294,11 +293,11 @@ class FeatureFolder:
             self.counts.write_errors += 1
             self._unsure = True
             self._give_up(entry)
-            self._trouble("write", exc)
+            self._troubles.note("write", exc)
             return
         if written:
             self._written(entry, size)
-            self._works("write")
+            self._troubles.mended("write")
         else:
             self._give_up(entry)
             self._decline(size)
@@ -391,7 +390,7 @@ class FeatureFolder:
             self._shrink(self._limit())
         except OSError as exc:
             self._unsure = True
-            self._trouble("write", exc)
+            self._troubles.note("write", exc)
         count_side_files(self.path, self._bytes)
 
     def _save_order(self) -> None:
@@ -430,19 +429,6 @@ class FeatureFolder:
                         yield key, path.stat()
                 elif (temporary := _TEMP_NAME.fullmatch(name)) and not _at_work(int(temporary[1])):
                     remove(path)
-
-    def _trouble(self, what: str, error: Exception) -> None:
-        """Says so once until it works again, and not more often than now and then."""
-        now = time.monotonic()
-        if what not in self._troubles and now - self._said_at.get(what, -_SAY_AGAIN_S) >= _SAY_AGAIN_S:
-            log.warning("features folder %s, %s: %s; features stay in RAM until it works", self.path, what, error)
-            self._said_at[what] = now
-        self._troubles.add(what)
-
-    def _works(self, what: str) -> None:
-        if what in self._troubles:
-            self._troubles.discard(what)
-            log.info("features folder %s works again (%s)", self.path, what)
 
     # ---- the whole folder
 

@@ -213,7 +213,8 @@ def write_block_file(path: Path, block: BlockBuffer, meta: BlockMeta) -> None:
 def replace_file(path: Path, temporary: Path, views: list[memoryview]) -> None:
     """Writes bytes under a `temporary` name, then renames it: `path` is the old file or the new one. Raises OSError."""
     try:
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        # Not through a link that lies in its place.
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             _write_all(fd, views)
         finally:
