@@ -525,7 +525,7 @@ def side_room(folder: Path) -> int | None:
 def reserve_side_files(folder: Path, nbytes: int) -> bool:
     """Others' files in `folder`, a resolved path, are about to take up `nbytes`; makes room for them under its root.
 
-    Waits until the blocks that have to go are gone. False, and nothing changed, if there cannot be so much room.
+    Waits until the blocks that have to go are gone. False if there cannot be so much room.
     """
     with _registry_lock:
         stores = _stores_above(folder)
@@ -533,8 +533,14 @@ def reserve_side_files(folder: Path, nbytes: int) -> bool:
             return False
         _side_bytes[folder] = nbytes
     for store in stores:
-        store.settle(_SETTLE_S)
-    return True
+        while not store.settle(_SETTLE_S) and _is_open(store):
+            continue  # its disk is slow
+    return all(store.blocks.within_limit for store in stores)
+
+
+def _is_open(store: DiskStore) -> bool:
+    with _registry_lock:
+        return any(store is one for one, _ in _open_stores.values())
 
 
 def count_side_files(folder: Path, nbytes: int) -> None:

@@ -21,6 +21,7 @@ from omlx.storage.tensor_file import (
     BlockBuffer,
     DamagedBlock,
     TensorSpec,
+    UnknownFormat,
     fill,
     opened,
     replace_file,
@@ -46,6 +47,18 @@ _DTYPE_OF = {descr: name for name, descr in _DESCR.items()}
 class FeatureKey(NamedTuple):
     image_hash: str
     model_name: str
+
+
+class FeatureLabel(NamedTuple):
+    """Whose features a file holds, and in which format."""
+
+    key: FeatureKey
+    format: str
+
+    @property
+    def known(self) -> bool:
+        """Whether the format is this version's."""
+        return self.format == FORMAT_VERSION
 
 
 def feature_name(key: FeatureKey) -> str:
@@ -80,10 +93,14 @@ def read_feature_file(path: Path, key: FeatureKey, place: Callable[[TensorSpec],
     """Reads the features into the memory (1-D, format "B") that `place` has for them; returns the file's size.
 
     Raises DamagedBlock unless the file holds the features of this key and all its bytes are as they were
-    written, OSError if it cannot be read. The memory then holds garbage.
+    written, UnknownFormat if it is one of another version, OSError if it cannot be read. The memory then holds
+    garbage.
     """
     label = _label(key)
     with opened(path) as fd:
+        found = _read_label(fd)
+        if found is not None and found.key == key and not found.known:
+            raise UnknownFormat(f"its format is {found.format!r}")
         size = os.fstat(fd).st_size
         spec, header = _read_header(fd)
         if size != feature_file_size(key, spec):
@@ -100,19 +117,23 @@ def read_feature_file(path: Path, key: FeatureKey, place: Callable[[TensorSpec],
     return size
 
 
-def read_label(path: Path) -> FeatureKey | None:
-    """Whose features the file says that it holds; None if it is no whole file of ours. Raises OSError."""
+def read_label(path: Path) -> FeatureLabel | None:
+    """What the file says of itself; None if it is no whole file of ours. Raises OSError."""
     with opened(path) as fd:
-        size = os.fstat(fd).st_size
-        if size < _END.size:
-            return None
-        _, length, mark = _END.unpack(os.pread(fd, _END.size, size - _END.size))
-        if mark != _MARK or length > min(_MAX_LABEL, size - _END.size):
-            return None
-        label = os.pread(fd, length, size - _END.size - length)
+        return _read_label(fd)
+
+
+def _read_label(fd: int) -> FeatureLabel | None:
+    size = os.fstat(fd).st_size
+    if size < _END.size:
+        return None
+    _, length, mark = _END.unpack(os.pread(fd, _END.size, size - _END.size))
+    if mark != _MARK or length > min(_MAX_LABEL, size - _END.size):
+        return None
+    label = os.pread(fd, length, size - _END.size - length)
     try:
         fields = json.loads(label)
-        return FeatureKey(str(fields["image_hash"]), str(fields["model_name"]))
+        return FeatureLabel(FeatureKey(str(fields["image_hash"]), str(fields["model_name"])), str(fields["format"]))
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
 

@@ -18,12 +18,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
 
+import psutil
+
 from omlx.sizes import format_size
 from omlx.storage.block_ledger import RESERVE_BYTES, RESERVE_SHARE
 from omlx.storage.disk_store import count_side_files, reserve_side_files, side_room
 from omlx.storage.feature_file import (
     SUFFIX,
     FeatureKey,
+    FeatureLabel,
     feature_file_size,
     feature_name,
     read_feature_file,
@@ -31,7 +34,7 @@ from omlx.storage.feature_file import (
     write_feature_file,
 )
 from omlx.storage.folder import make_folder, remove
-from omlx.storage.tensor_file import TEMP_PREFIX, TEMP_SUFFIX, BlockBuffer, DamagedBlock, TensorSpec
+from omlx.storage.tensor_file import TEMP_PREFIX, TEMP_SUFFIX, BlockBuffer, DamagedBlock, TensorSpec, UnknownFormat
 from omlx.storage.troubles import Troubles
 from omlx.storage.write_queue import Task, WriteQueue
 
@@ -219,6 +222,8 @@ class FeatureFolder:
             size = read_feature_file(self._path(key), key, place)
         except FileNotFoundError:
             self._forget(key, entry)
+        except UnknownFormat:
+            return None  # it counts, and is the first to go
         except DamagedBlock as exc:
             self._damaged(key, entry, exc)
         except OSError as exc:
@@ -403,10 +408,10 @@ class FeatureFolder:
     def _list(self) -> None:
         """Makes the entries what the folder holds; those that wait for their write stay. Raises OSError."""
         make_folder(self.path)
-        found = sorted(self._files(), key=lambda file: file[1].st_mtime_ns)
+        found = sorted(self._files(), key=lambda file: (file[0].known, file[1].st_mtime_ns))
         with self._lock:
             old, self._entries = self._entries, OrderedDict()
-            for key, stat in found:
+            for (key, _), stat in found:
                 self._entries[key] = entry = old.pop(key, Entry(key))
                 entry.file_bytes = stat.st_size
             for key, entry in old.items():
@@ -416,18 +421,18 @@ class FeatureFolder:
             self._bytes = sum(entry.file_bytes for entry in self._entries.values())
         self._unsure = False
 
-    def _files(self) -> Iterator[tuple[FeatureKey, os.stat_result]]:
-        """Every whole features file. Removes what a process that is no more left half written."""
+    def _files(self) -> Iterator[tuple[FeatureLabel, os.stat_result]]:
+        """Every whole features file, of any version. Removes what a process that is no more left half written."""
         with os.scandir(self.path) as entries:
             names = [entry.name for entry in entries]
         for name in names:
             path = self.path / name
             with contextlib.suppress(OSError):
                 if name.endswith(SUFFIX):
-                    key = read_label(path)
-                    if key is not None and feature_name(key) == name:
-                        yield key, path.stat()
-                elif (temporary := _TEMP_NAME.fullmatch(name)) and not _at_work(int(temporary[1])):
+                    label = read_label(path)
+                    if label is not None and feature_name(label.key) == name:
+                        yield label, path.stat()
+                elif (temporary := _TEMP_NAME.fullmatch(name)) and not _is_written(path, int(temporary[1])):
                     remove(path)
 
     # ---- the whole folder
@@ -456,13 +461,15 @@ class FeatureFolder:
         found = [] if self.flush(timeout_s) else ["not everything could be written"]
         with self._lock:
             sizes = {key: entry.file_bytes for key, entry in self._entries.items() if entry.file_bytes}
-        there = {key: stat.st_size for key, stat in self._files()}
+        there = {label.key: stat.st_size for label, stat in self._files()}
         for key in sizes.keys() | there.keys():
             if sizes.get(key) != there.get(key):
                 found.append(f"{self._path(key)} has {there.get(key, 'no')} bytes, the index says {sizes.get(key)}")
         for key in there:
             try:
                 read_feature_file(self._path(key), key, lambda spec: memoryview(bytearray(spec.nbytes)))
+            except UnknownFormat:
+                continue
             except (DamagedBlock, OSError) as exc:
                 found.append(f"{self._path(key)}: {exc}")
         return found
@@ -483,17 +490,19 @@ class FeatureFolder:
         self._closed = True
 
 
-def _at_work(pid: int) -> bool:
-    """Whether another process with that number runs. Our own temporary file is one of a process before us."""
+def _is_written(path: Path, pid: int) -> bool:
+    """Whether the process that a temporary file is named after still writes it. Another one may have its number by now.
+
+    Our own temporary file is one of a process before us.
+    """
     if pid == os.getpid():
         return False
     try:
-        os.kill(pid, 0)
-    except (ProcessLookupError, OverflowError):
+        return psutil.Process(pid).create_time() <= path.stat().st_mtime + 1
+    except psutil.AccessDenied:
+        return True
+    except (psutil.Error, OverflowError):
         return False
-    except PermissionError:
-        pass
-    return True
 
 
 # ---- one per folder and process

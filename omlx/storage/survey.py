@@ -98,9 +98,9 @@ def features(root: Path, wanted: Wanted = everything) -> list[FeatureFile]:
 
 def _feature(path: Path) -> FeatureFile | None:
     with contextlib.suppress(OSError):
-        key = read_label(path)
-        if key is not None and feature_name(key) == path.name:
-            return FeatureFile(path, key, path.stat().st_size)
+        label = read_label(path)
+        if label is not None and feature_name(label.key) == path.name:
+            return FeatureFile(path, label.key, path.stat().st_size)
     return None
 
 
@@ -196,7 +196,7 @@ def _feature_problems(files: Iterable[FeatureFile]) -> Iterator[Problem]:
     for file in files:
         try:
             read_feature_file(file.path, file.key, lambda spec: memoryview(bytearray(spec.nbytes)))
-        except FileNotFoundError:  # evicted meanwhile
+        except (FileNotFoundError, UnknownFormat):  # evicted meanwhile; of another version, which is no damage
             continue
         except DamagedBlock as error:
             yield Problem(file.path, f"{file.path} is damaged: {error}")

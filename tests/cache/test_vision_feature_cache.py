@@ -667,6 +667,38 @@ def test_what_a_dead_process_left_half_written_is_removed(opened, tmp_path):
     assert [path.exists() for path in left] == [False, False, True]
 
 
+def test_a_temporary_file_older_than_the_process_that_has_its_number_now_is_removed(opened, tmp_path):
+    folder = tmp_path / "features"
+    folder.mkdir()
+    left = folder / f".omlx-{os.getppid()}.tmp"
+    left.touch()
+    os.utime(left, (1_000_000_000, 1_000_000_000))
+    opened()
+    assert not left.exists()
+
+
+def test_files_of_another_version_count_are_never_used_and_go_first(opened, tmp_path):
+    written(opened, 0, 1, 2)
+    path = file_of(tmp_path, 2)
+    path.write_bytes(path.read_bytes().replace(b'"format":"1"', b'"format":"2"'))
+    cache = opened(entries=0, max_disk_bytes=3 * SIZE)
+    assert cache.usage.disk_entries == 3 and not has(cache, 2) and path.exists()
+    assert cache.stats.files.damaged == 0 and cache.check() == []
+    put(cache, 3)
+    assert cache.flush() and on_disk(tmp_path) == {0, 1, 3}
+    cache.put("h2", MODEL, features(2))
+    assert cache.flush() and has(cache, 2)
+
+
+def test_features_take_the_place_of_a_file_of_another_version(opened, tmp_path):
+    written(opened, 2)
+    path = file_of(tmp_path, 2)
+    path.write_bytes(path.read_bytes().replace(b'"format":"1"', b'"format":"2"'))
+    cache = opened(entries=0)
+    put(cache, 2)
+    assert cache.flush() and has(cache, 2) and cache.check() == []
+
+
 # ---- restart, limits
 
 
@@ -946,6 +978,25 @@ def test_files_count_towards_the_limit_of_the_root_and_blocks_make_room(opened, 
     assert store.check() == [] and cache.check() == []
 
 
+def test_features_wait_for_a_slow_disk_to_make_their_room(opened, root, tmp_path, monkeypatch):
+    """However long the blocks that have to go take, the features come after them."""
+    store = root(10 * BLOCK + 40_000)
+    put_blocks(store, *range(10))
+    gate = threading.Event()
+
+    def held_remove(path):
+        assert gate.wait(20)
+        remove(path)
+
+    monkeypatch.setattr(disk_store, "_SETTLE_S", 0.05)
+    monkeypatch.setattr(disk_store, "remove", held_remove)
+    cache = opened(entries=1)
+    cache.put("h0", MODEL, features(0, (4 * BLOCK // 4 // 64, 64)))
+    assert not cache.flush(0.5) and on_disk(tmp_path) == set() and not list((tmp_path / "features").iterdir())
+    gate.set()
+    assert cache.flush(10) and on_disk(tmp_path) == {0} and our_bytes(tmp_path) <= 10 * BLOCK + 40_000
+
+
 def test_features_evict_only_features_beyond_their_own_share(opened, root, tmp_path):
     store = root(100 * BLOCK)
     put_blocks(store, 0, 1)
@@ -976,7 +1027,7 @@ def test_blocks_in_use_are_not_evicted_for_features(opened, root):
     for n in (0, 1):
         store.blocks.pin(("m", meta(n).block_hash))
     cache = opened(entries=0)
-    cache.put("h0", MODEL, features(0, (BLOCK // 4 // 64, 64)))
+    cache.put("h0", MODEL, features(0, (4 * BLOCK // 4 // 64, 64)))
     cache.flush()
     assert cache.get("h0", MODEL) is None and cache.stats.files.declined == 1
     assert blocks_bytes(store) == 2 * BLOCK
