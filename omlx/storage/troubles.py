@@ -32,7 +32,8 @@ class Troubles:
             if say:
                 self._said_at[what] = now
         if say:
-            log.warning("%s, %s: %s; %s until it works", self._folder, what, error, self._meanwhile)
+            # As text: whoever keeps log records would keep the error's frames with it, and their blocks.
+            log.warning("%s, %s: %s; %s until it works", self._folder, what, str(error), self._meanwhile)
 
     def mended(self, *what: str) -> None:
         """Some things work."""

@@ -1,3 +1,4 @@
+import errno
 import os
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from omlx.arrays import DTYPES, pack, unpack
 from omlx.cache.interface import CacheManager
 from omlx.cache.paged_ssd_cache import PagedSSDCacheManager
-from omlx.storage.folder import StoreLocked
+from omlx.storage.folder import INDEX_NAME, StoreLocked
 from omlx.storage.hot_tier import HotTier
 from omlx.storage.tensor_file import TensorSpec
 from tests.storage.blocks import DAMAGES, NBYTES, SPECS, block, damage, meta, name, our_bytes, same, write
@@ -425,21 +426,20 @@ class StoreMachine(RuleBasedStateMachine):
         self.folder = os.path.join(os.environ["OMLX_TEST_TMP"], f"{time.monotonic_ns()}")
         self.hot, self.limit = hot * NBYTES, limit * SIZE + 20_000
         self.model, self.pins, self.safe = {}, [], set()
-        self.fail = False
+        self.errors = {"write": 0, "read": 0}
         self.open()
 
     def open(self):
-        machine = self
+        self.cache = self.manager(self.limit)
+        self.cache.on_file = self.on_file
 
-        class Failing(PagedSSDCacheManager):
-            @staticmethod
-            def _write_safetensors_no_mx(path, buffer, known):
-                if machine.fail:
-                    raise OSError(28, "no space")
-                PagedSSDCacheManager._write_safetensors_no_mx(path, buffer, known)
-
+    def manager(self, limit):
         options = {"root_dir": self.folder, "max_queue_bytes": 4 * SIZE, "free_reserve_bytes": 0}
-        self.cache = Failing(Path(self.folder) / "m", self.limit, self.hot, **options)
+        return PagedSSDCacheManager(Path(self.folder) / "m", limit, self.hot, **options)
+
+    def on_file(self, use, path, nbytes):
+        if self.errors[use]:
+            raise OSError(self.errors[use], os.strerror(self.errors[use]))
 
     @rule(n=names, version=st.integers(0, 1), group=st.integers(0, 2), parent=names)
     def save(self, n, version, group, parent):
@@ -460,7 +460,9 @@ class StoreMachine(RuleBasedStateMachine):
         tier = self.cache.read_block(name(n), target)
         if tier is not None:
             assert np.array_equal(target.data, block(10 * self.model[n] + n).data)
-        assert tier is not None or n not in self.safe
+        if tier is None:
+            assert n not in self.safe or self.errors["read"]
+            self.safe.discard(n)
 
     @rule(n=names)
     def load(self, n):
@@ -498,20 +500,37 @@ class StoreMachine(RuleBasedStateMachine):
     def evict(self):
         self.cache.evict_from_ram(2 * NBYTES)
 
-    @rule(fail=st.booleans())
-    def disk(self, fail):
-        self.fail = fail
+    @rule(number=st.sampled_from([0, errno.ENOSPC]))
+    def fail_writes(self, number):
+        self.errors["write"] = number
+
+    @rule(number=st.sampled_from([0, errno.EIO, errno.EMFILE]))
+    def fail_reads(self, number):
+        self.errors["read"] = number
 
     @rule(limit=st.sampled_from([3, 5, 50]))
-    def restart(self, limit):
+    def share(self, limit):
+        """Another user of the folder comes and goes; the lowest limit holds from then on."""
+        other = self.manager(limit * SIZE + 20_000)
+        self.limit = min(self.limit, limit * SIZE + 20_000)
+        assert all(other.contains(name(n)) for n in on_disk(self.cache))
+        other.close(5)
+
+    @rule(limit=st.sampled_from([3, 5, 50]), index=st.sampled_from(["kept", "lost", "cut"]))
+    def restart(self, limit, index):
+        self.errors = {"write": 0, "read": 0}
         self.cache.close(5)
+        path = Path(self.folder) / INDEX_NAME
+        if index == "lost":
+            path.unlink()
+        elif index == "cut":
+            os.truncate(path, path.stat().st_size // 2)
         self.pins.clear()
         self.safe.clear()
         self.limit = limit * SIZE + 20_000
         self.open()
-        self.fail = False
 
-    @precondition(lambda self: not self.fail)
+    @precondition(lambda self: not any(self.errors.values()))
     @rule(n=names)
     def damage(self, n):
         self.cache.flush(5)
@@ -537,6 +556,6 @@ class StoreMachine(RuleBasedStateMachine):
 def test_any_order_of_events_gives_right_blocks_or_misses(tmp_path, monkeypatch):
     monkeypatch.setenv("OMLX_TEST_TMP", str(tmp_path))
     StoreMachine.TestCase.settings = settings(
-        max_examples=25, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck), database=None
+        max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck), database=None
     )
     StoreMachine.TestCase("runTest").runTest()

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
@@ -62,6 +63,13 @@ def run_on_small_disk(function: Callable[..., Any], mount_point: Path, megabytes
     if tried.returncode:
         pytest.skip(f"a small disk cannot be mounted here: {tried.stderr.strip()}")
     run_in_child(function, mount_point, wrapped_in=(*unshare, "sh", "-c", f'{mount} && exec "$0" "$@"'))
+
+
+def wait_for(condition: Callable[[], Any], seconds: float = 10.0) -> Any:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return condition()
 
 
 class Said(logging.Handler):

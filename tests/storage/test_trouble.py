@@ -20,7 +20,7 @@ from omlx.cache.vision_feature_cache import VisionFeatureSSDCache
 from omlx.storage.folder import INDEX_NAME, VISION_FOLDER, block_path
 from tests.dict_store import DictStore
 from tests.storage.blocks import meta, name, our_bytes, write
-from tests.storage.children import Said, become_nobody, open_folder, run_in_child, run_on_small_disk
+from tests.storage.children import Said, become_nobody, open_folder, run_in_child, run_on_small_disk, wait_for
 from tests.storage.targets import read, save
 from tests.tiny import EOS, Bench, TinyRunner
 
@@ -57,13 +57,6 @@ def opened(tmp_path):
     yield opener
     for store in stores:
         store.close(5)
-
-
-def wait_for(condition, seconds=10.0):
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return condition()
 
 
 # ---- the folder, under a scheduler
