@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 from rich.console import Console
@@ -18,7 +18,7 @@ from rich.table import Column, Table
 
 from omlx.errors import NotFound, OmlxError, SettingError
 from omlx.settings import Settings, reachable
-from omlx.sizes import format_size
+from omlx.sizes import format_size, parse_duration, quoted
 from omlx.storage import clearing, survey
 from omlx.storage.block_table import Entry
 from omlx.storage.folder import StoreLocked, folder_name, model_of
@@ -26,21 +26,24 @@ from omlx.storage.survey import FeatureFile, FolderUsage
 
 _SHOWN = 100  # rows of `omlx cache list`, unless another number is asked for
 _CLEAR_TIMEOUT_S = 60.0
+_STATS_TIMEOUT_S = 5.0
 
 
-def stats(settings: Settings, model: str | None, as_json: bool) -> int:
+def stats(settings: Settings, model: str | None, as_json: bool, url: str | None) -> int:
     """Shows blocks, tokens and bytes of each model; returns the exit status."""
     root, limit = _root(settings), settings.paged_ssd_cache_max_size
-    found, images = survey.usage(_blocks(root, model)), survey.features(root, _wanted(model))
     holder = survey.holder(root)
+    ram = _in_ram(settings, root, url, model)
+    found = _with_those_in_ram(survey.usage(_blocks(root, model)), ram)
+    images = survey.features(root, _wanted(model))
     if as_json:
         _print_json(
-            _stats_json(found, images)
+            _stats_json(found, images, ram)
             | {"folder": str(root), "in_use_by": holder, "limit_bytes": None if holder else limit}
         )
         return 0
     if found:
-        _print_usage(found)
+        _print_usage(found, ram)
     if images:
         _say(f"features of {len(images)} images, {format_size(sum(image.nbytes for image in images))}")
     # A server has a limit of its own; these settings are those of this command.
@@ -82,21 +85,81 @@ def verify(settings: Settings, model: str | None, as_json: bool) -> int:
     return 1 if problems else 0
 
 
-def clear(settings: Settings, model: str | None, as_json: bool, url: str | None) -> int:
-    """Deletes the blocks of a model, or all; returns the exit status."""
-    root = _root(settings)
-    try:
-        if model is not None:
-            _blocks(root, model)  # a name that is not there is most likely misspelt
-        done = clearing.clear(root, _wanted(model))._asdict()
-    except StoreLocked as error:
-        done = _Server(settings, url, error).clear(root, model)
+def clear(
+    settings: Settings,
+    model: str | None,
+    as_json: bool,
+    url: str | None,
+    older_than: str | None,
+    conversation: Path | None,
+) -> int:
+    """Deletes the blocks of a model, or all, or those not used for some time, or of a conversation.
+
+    Returns the exit status.
+    """
+    root, age_s = _root(settings), _age(older_than)
+    if conversation is not None:
+        if older_than is not None:
+            raise SettingError("--conversation and --older-than do not go together")
+        done = _forget(settings, root, _read_body(conversation, model), url)
+    else:
+        done = _clear(settings, root, model, url, age_s, older_than)
     if as_json:
         _print_json(done)
     else:
         images = f" and the features of {done['images']} images" if done.get("images") else ""
         _say(f"{done['blocks']} blocks{images} deleted, {format_size(done['bytes'])}")
+        if done.get("kept_tokens"):
+            _say(f"{done['kept_tokens']} of {done['prompt_tokens']} prompt tokens stay: {done['kept_because']}")
     return 0
+
+
+def _clear(
+    settings: Settings, root: Path, model: str | None, url: str | None, age_s: int | None, older_than: str | None
+) -> dict[str, Any]:
+    try:
+        if model is not None:
+            _blocks(root, model)  # a name that is not there is most likely misspelt
+        before_ns = None if age_s is None else time.time_ns() - age_s * 10**9
+        return clearing.clear(root, _wanted(model), before_ns)._asdict()
+    except StoreLocked as error:
+        age = {} if older_than is None else {"older_than": older_than}
+        return _Server(settings, url, error).clear(root, {"model": model} | age)
+
+
+def _forget(settings: Settings, root: Path, body: dict[str, Any], url: str | None) -> dict[str, Any]:
+    holder = survey.holder(root)
+    if holder is None:
+        raise OmlxError(
+            f"no server works on {root}: only a running one can delete a conversation, since that needs the model's "
+            "tokenizer and chat template"
+        )
+    locked = StoreLocked(f"the cache folder {root} is in use by process {holder}")
+    return _Server(settings, url, locked).clear(root, body)
+
+
+def _age(older_than: str | None) -> int | None:
+    try:
+        return None if older_than is None else parse_duration(older_than)
+    except ValueError as error:
+        raise SettingError(f"--older-than {error}") from None
+
+
+def _read_body(file: Path, model: str | None) -> dict[str, Any]:
+    """A conversation as in the body of a chat completion, with the model that is meant."""
+    try:
+        body = json.loads(file.read_text("utf-8-sig"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingError(f"--conversation {quoted(file)} cannot be read: {error}") from None
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise SettingError(f"--conversation {quoted(file)} is not valid JSON: {error}") from None
+    if not isinstance(body, dict) or not body.keys() & {"messages", "prompt"}:
+        raise SettingError(f'--conversation {quoted(file)} must hold a JSON object with "messages" (or "prompt")')
+    if model is not None and body.setdefault("model", model) != model:
+        raise SettingError(f"--model {quoted(model)} is not the model of the conversation, {quoted(body['model'])}")
+    if "model" not in body:
+        raise SettingError(f'--conversation {quoted(file)} names no "model"; give it there, or with --model')
+    return body
 
 
 # ---- what is asked about
@@ -119,6 +182,36 @@ def _wanted(model: str | None) -> Callable[[str], bool]:
     return survey.everything if model is None else lambda folder: folder == folder_name(model)
 
 
+class _InRam(NamedTuple):
+    """What a server has of a model in RAM."""
+
+    blocks: int
+    tokens: int
+    bytes: int
+    used_ns: int
+
+
+_Ram = dict[str, _InRam] | None  # by folder; None: no server can be asked
+
+
+def _in_ram(settings: Settings, root: Path, url: str | None, model: str | None) -> _Ram:
+    if survey.holder(root) is None:
+        return None
+    try:
+        stored = _Server(settings, url, StoreLocked(), timeout_s=_STATS_TIMEOUT_S).stored(root)
+        found = {folder_name(e["model"]): _InRam(**e["ram"], used_ns=e["last_used_ns"]) for e in stored}
+    except (OmlxError, KeyError, TypeError):
+        return None
+    return {folder: held for folder, held in found.items() if _wanted(model)(folder)}
+
+
+def _with_those_in_ram(found: list[FolderUsage], ram: _Ram) -> list[FolderUsage]:
+    """Models with blocks that have no files yet are shown as well."""
+    on_disk = {usage.folder for usage in found}
+    more = [(folder, held) for folder, held in (ram or {}).items() if folder not in on_disk and held.blocks]
+    return sorted(found + [FolderUsage(folder, 0, 0, 0, 0, held.used_ns) for folder, held in more])
+
+
 def _blocks(root: Path, model: str | None) -> list[Entry]:
     """The blocks of a model, or all. Raises NotFound for a model that has none."""
     found = survey.blocks(root, _wanted(model))
@@ -134,34 +227,45 @@ def _blocks(root: Path, model: str | None) -> list[Entry]:
 class _Server:
     """The server that holds the lock, asked over HTTP to clear its own folder."""
 
-    def __init__(self, settings: Settings, url: str | None, locked: StoreLocked) -> None:
+    def __init__(
+        self, settings: Settings, url: str | None, locked: StoreLocked, timeout_s: float = _CLEAR_TIMEOUT_S
+    ) -> None:
+        self._timeout_s = timeout_s
         self._url = (url or f"http://{reachable(settings.host)}:{settings.port}").rstrip("/")
         self._locked = locked
         key = settings.admin_key
         self._headers = {"authorization": f"Bearer {key.get_secret_value()}"} if key else {}
 
-    def clear(self, root: Path, model: str | None) -> dict[str, int]:
+    def clear(self, root: Path, wanted: dict[str, Any]) -> dict[str, Any]:
         """The server's answer: blocks and bytes deleted.
 
         Raises OmlxError, saying what to do, if that server cannot be asked.
         """
-        self._check_folder(root)
-        done = self._ask("POST", "/admin/cache/clear", {"model": model})
-        return {name: int(count) for name, count in done.items()}
+        self._figures(root)
+        done = self._ask("POST", "/admin/cache/clear", wanted)
+        if not all(isinstance(done.get(name), int) for name in ("blocks", "bytes")):
+            raise self._cannot(f"what answers at {self._url} is no omlx server")
+        return done
 
-    def _check_folder(self, root: Path) -> None:
+    def stored(self, root: Path) -> list[dict[str, Any]]:
+        """Who has how many blocks in which tier. Raises OmlxError, KeyError."""
+        return list(self._figures(root)["stored"])
+
+    def _figures(self, root: Path) -> dict[str, Any]:
         """At that address another server may answer, with another cache: that one is left alone."""
         try:
-            folder = self._ask("GET", "/admin/cache_probe")["settings"]["paged_ssd_cache_dir"]["value"]
+            figures = self._ask("GET", "/admin/cache_probe")
+            folder = figures["settings"]["paged_ssd_cache_dir"]["value"]
         except (KeyError, TypeError):
             raise self._cannot(f"what answers at {self._url} is no omlx server") from None
         if folder is None or os.path.realpath(folder) != str(root):
             raise self._cannot(f"the server at {self._url} works on another folder ({folder or 'none'})")
+        return figures
 
     def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         try:
             answer = httpx.request(
-                method, self._url + path, json=body, headers=self._headers, timeout=_CLEAR_TIMEOUT_S, trust_env=False
+                method, self._url + path, json=body, headers=self._headers, timeout=self._timeout_s, trust_env=False
             )
             found: dict[str, Any] = answer.json() if answer.status_code == 200 else {}
         except (httpx.HTTPError, httpx.InvalidURL) as error:
@@ -202,21 +306,33 @@ def _table(*names: str) -> Table:
     return Table(*columns)
 
 
-def _print_usage(found: list[FolderUsage]) -> None:
-    table = _table("model", ">blocks", ">tokens", ">size", "last used")
+def _print_usage(found: list[FolderUsage], ram: _Ram) -> None:
+    table = _table("model", ">blocks", ">tokens", ">size", "last used", *((">in RAM",) if ram is not None else ()))
     for u in found:
         blocks = f"{u.blocks} ({u.stale} of no use)" if u.stale else str(u.blocks)
-        table.add_row(escape(_shown(u.folder)), blocks, str(u.tokens), format_size(u.nbytes), _when(u.used_ns))
+        row = [escape(_shown(u.folder)), blocks, str(u.tokens), format_size(u.nbytes), _when(u.used_ns)]
+        if ram is not None:
+            held = ram.get(u.folder, _InRam(0, 0, 0, 0))
+            row.append(f"{held.blocks} blocks, {format_size(held.bytes)}")
+        table.add_row(*row)
     table.add_section()
     sums = (sum(u.blocks for u in found), sum(u.tokens for u in found), format_size(sum(u.nbytes for u in found)))
     table.add_row("total", *map(str, sums))
     Console().print(table)
 
 
-def _stats_json(found: list[FolderUsage], images: list[FeatureFile]) -> dict[str, Any]:
+def _stats_json(found: list[FolderUsage], images: list[FeatureFile], ram: _Ram) -> dict[str, Any]:
     features = {"images": len(images), "bytes": sum(image.nbytes for image in images)}
     total = {"blocks": sum(u.blocks for u in found), "bytes": sum(u.nbytes for u in found)}
-    return {"models": [_usage_json(u) for u in found], "features": features, "total": total}
+    models = [_usage_json(u) | {"ram": _ram_json(u.folder, ram)} for u in found]
+    return {"models": models, "features": features, "total": total}
+
+
+def _ram_json(folder: str, ram: _Ram) -> dict[str, int] | None:
+    if ram is None:
+        return None
+    held = ram.get(folder, _InRam(0, 0, 0, 0))
+    return {"blocks": held.blocks, "tokens": held.tokens, "bytes": held.bytes}
 
 
 def _usage_json(u: FolderUsage) -> dict[str, Any]:

@@ -169,6 +169,18 @@ _JSON = _own_flag("as_json", bool, "--json", "Print JSON, sizes in bytes.")
 _LIMIT = _own_flag("limit", int | None, "--limit", "So many rows; 0 shows all. Default: 100, all with --json.", "N")
 _URL = _own_flag("url", str | None, "--url", "Where the server answers that works on the folder.", "URL")
 
+_OLDER = _own_flag(
+    "older_than", str | None, "--older-than", "Only blocks not used for that long, as 7d, 12h or 30m.", "DURATION"
+)
+_CONVERSATION = _own_flag(
+    "conversation",
+    Path | None,
+    "--conversation",
+    "Only the blocks of the conversation in this file, a JSON body as for chat completions, and of what continues it; "
+    "what other conversations share stays. Needs a running server.",
+    "FILE",
+)
+
 
 def _cache_command(name: str, target: str, text: str, *more: inspect.Parameter, fields: Sequence[str] = ()) -> None:
     def command(settings: Settings, **given: Any) -> None:
@@ -178,11 +190,15 @@ def _cache_command(name: str, target: str, text: str, *more: inspect.Parameter, 
     cache.command(name, help=text)(_with_settings(command, flags, (_MODEL, _JSON, *more)))
 
 
-_cache_command("stats", "stats", "Show blocks, tokens and bytes of each model.", fields=["paged_ssd_cache_max_size"])
+_cache_command(
+    "stats", "stats", "Show blocks, tokens and bytes of each model; those in RAM too if a server works on the folder.",
+    _URL, fields=("paged_ssd_cache_max_size", "host", "port", "admin_key"),
+)  # fmt: skip
 _cache_command("list", "list_blocks", "List the blocks, the last used first.", _LIMIT)
 _cache_command("verify", "verify", "Compare index and files, check every checksum; exit 1 and a line for each problem.")
 _cache_command(
-    "clear", "clear", "Delete blocks. If a server works on the folder, it is asked to do it.", _URL,
+    "clear", "clear", "Delete blocks. If a server works on the folder, it is asked to do it.",
+    _URL, _OLDER, _CONVERSATION,
     fields=("host", "port", "admin_key"),
 )  # fmt: skip
 

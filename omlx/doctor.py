@@ -20,7 +20,7 @@ from rich.table import Table
 
 from omlx import __version__, blas
 from omlx.settings import Settings
-from omlx.sizes import GB, existing_parent, format_size, total_memory
+from omlx.sizes import GB, existing_parent, format_duration, format_size, total_memory
 
 TESTED_MLX_LM = "0.32.2"
 
@@ -45,16 +45,22 @@ class Report:
 
 def run(settings: Settings) -> int:
     """Print the report for these settings. 0 if all is well, 1 if there is a warning."""
-    found = report(settings.paged_ssd_cache_dir, settings.paged_ssd_cache_max_size)
+    found = report(settings.paged_ssd_cache_dir, settings.paged_ssd_cache_max_size, _rules(settings))
     render(found, Console())
     return 1 if found.warnings else 0
 
 
-def report(cache_dir: Path | None, cache_limit: int | None = None) -> Report:
+def _rules(settings: Settings) -> str:
+    """When blocks are written and when they expire."""
+    expire = f"unused blocks go after {format_duration(settings.cache_ttl)}" if settings.cache_ttl else "no expiry"
+    return f"write {settings.cache_write_policy}, {expire}"
+
+
+def report(cache_dir: Path | None, cache_limit: int | None = None, cache_rules: str = "") -> Report:
     """Look and measure; takes under a second on a healthy machine.
 
     `cache_dir` is the folder of the SSD tier (None: off), which need not exist yet and is left as it
-    is; `cache_limit` the bytes that it may take.
+    is; `cache_limit` the bytes that it may take; `cache_rules` what else is to be said of it.
     """
     gflops = measure_gflops()
     rows = (
@@ -65,7 +71,7 @@ def report(cache_dir: Path | None, cache_limit: int | None = None) -> Report:
         Row("run-time compilation", "on" if _compiles() else "off"),
         Row("speed", f"{gflops:.0f} GFLOP/s (float32, {_SIDE} x {_SIDE})"),
         Row("memory", f"{format_size(_available_memory())} available of {format_size(total_memory())}"),
-        *_cache_rows(cache_dir, cache_limit),
+        *_cache_rows(cache_dir, cache_limit, cache_rules),
     )
     warnings = (*_speed_warnings(gflops), *_version_warnings(), *_room_warnings(cache_dir, cache_limit))
     return Report(rows, warnings)
@@ -125,11 +131,13 @@ def _available_memory() -> int:
     return min(int(psutil.virtual_memory().available), total_memory())
 
 
-def _cache_rows(cache_dir: Path | None, limit: int | None) -> Iterator[Row]:
+def _cache_rows(cache_dir: Path | None, limit: int | None, rules: str) -> Iterator[Row]:
     if cache_dir is None:
         yield Row("SSD cache", "off (--paged-ssd-cache-dir turns it on)")
         return
     yield Row("SSD cache", f"{cache_dir}" + (f", at most {format_size(limit)}" if limit is not None else ""))
+    if rules:
+        yield Row("SSD cache files", rules)
     yield Row("free disk there", format_size(_free_disk(cache_dir)))
 
 

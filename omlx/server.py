@@ -42,6 +42,8 @@ _FROM_ELSEWHERE = (b"forwarded", b"x-forwarded-for", b"x-real-ip", b"via", b"ori
 FINISH_S = 2.0
 ABORT_S = 2.0
 FLUSH_S = 4.5
+# Where files are written only when blocks leave RAM, all of RAM may have to be written now.
+FLUSH_BACK_S = 60.0
 
 _CLIENT_CLOSED_REQUEST = 499
 _HTTP_ERRORS = {
@@ -53,7 +55,7 @@ _HTTP_ERRORS = {
 
 def create_app(pool: admin.AdminPool, settings: Settings) -> FastAPI:
     """The application over `pool`, which it starts and stops."""
-    stopping = _StopOnce(pool)
+    stopping = _StopOnce(pool, FLUSH_BACK_S if settings.cache_write_policy == "back" else FLUSH_S)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -85,13 +87,14 @@ def create_app(pool: admin.AdminPool, settings: Settings) -> FastAPI:
 class _StopOnce:
     """Stops the pool, once, however often it is called; each call returns when it has stopped."""
 
-    def __init__(self, pool: EnginePool) -> None:
+    def __init__(self, pool: EnginePool, timeout_s: float) -> None:
         self._pool = pool
+        self._timeout_s = timeout_s
         self._task: asyncio.Task[None] | None = None
 
     async def __call__(self) -> None:
         if self._task is None:
-            self._task = asyncio.create_task(self._pool.stop(FLUSH_S))
+            self._task = asyncio.create_task(self._pool.stop(self._timeout_s))
         await self._task
 
 

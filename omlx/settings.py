@@ -26,12 +26,22 @@ from pydantic import (
 )
 
 from omlx.errors import SettingError
-from omlx.sizes import GB, format_size, parse_size, quoted, total_disk, total_memory
+from omlx.sizes import (
+    GB,
+    format_duration,
+    format_size,
+    parse_duration,
+    parse_size,
+    quoted,
+    total_disk,
+    total_memory,
+)
 
 if TYPE_CHECKING:
     from omlx.scheduler import SchedulerConfig
 
 Exact = Literal["auto", "on", "strict", "off"]
+WritePolicy = Literal["through", "back"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 MASK = "********"
@@ -39,6 +49,8 @@ _SECRETS = ("api_key", "admin_key")
 _BUDGETS = (
     "paged_ssd_cache_dir",
     "paged_ssd_cache_max_size",
+    "cache_write_policy",
+    "cache_ttl",
     "hot_cache_max_size",
     "max_kv_cache_memory",
     "max_process_memory",
@@ -97,7 +109,7 @@ class Row(NamedTuple):
 
 
 class Settings(BaseModel):
-    """The values in force; sizes are bytes.
+    """The values in force; sizes are bytes, durations seconds.
 
     `Settings.load` reads flags, environment and file; the constructor takes only what it is
     given (sizes as bytes or text) and defaults, and raises pydantic's ValidationError.
@@ -117,6 +129,18 @@ class Settings(BaseModel):
     )
     paged_ssd_cache_max_size: int = _option(
         "100GB", "SIZE", "Most that the SSD tier keeps, as 200GB or as 20% of the disk that holds it; 0 turns it off."
+    )
+    cache_write_policy: WritePolicy = _option(
+        "through",
+        "|".join(("through", "back")),
+        "When a block's file is written. through: soon after it was computed. back: when it leaves RAM and when the "
+        "server stops, which spares the SSD; without a RAM tier it is through.",
+    )
+    cache_ttl: int = _option(
+        "off",
+        "DURATION",
+        "Blocks that were not used for that long are deleted in RAM and on disk, as 7d, 12h or 30m; "
+        "0 or off keeps them until room is needed.",
     )
     hot_cache_max_size: int = _option(
         "auto",
@@ -195,7 +219,7 @@ class Settings(BaseModel):
             raise ValueError(f"{shown} holds control characters")
         return value
 
-    @field_validator("exact", "log_level", mode="before")
+    @field_validator("exact", "log_level", "cache_write_policy", mode="before")
     @classmethod
     def _any_case(cls, value: Any) -> Any:
         return value.lower() if isinstance(value, str) else value
@@ -210,6 +234,11 @@ class Settings(BaseModel):
         # The disk is looked at only where a percentage asks for it.
         whole = _whole(name, info.data) if str(value).strip().endswith("%") else None
         return parse_size(value, percent_of=whole)
+
+    @field_validator("cache_ttl", mode="before")
+    @classmethod
+    def _seconds(cls, value: Any) -> int:
+        return parse_duration(value, off=True)
 
     @field_validator("home", "paged_ssd_cache_dir")
     @classmethod
@@ -266,6 +295,8 @@ class Settings(BaseModel):
             hot_cache_max_size=self.hot_cache_max_size,
             paged_ssd_cache_dir=self.paged_ssd_cache_dir,
             max_paged_ssd_cache_size=self.paged_ssd_cache_max_size,
+            cache_write_policy=self.cache_write_policy,
+            cache_ttl=self.cache_ttl,
             max_concurrent_requests=self.max_concurrent_requests,
             max_waiting_requests=self.max_waiting_requests,
             max_kv_cache_memory=self.max_kv_cache_memory,
@@ -298,6 +329,8 @@ class Settings(BaseModel):
             return MASK
         if name in _SIZES:
             return format_size(value) + self._how(name)
+        if name == "cache_ttl":
+            return format_duration(value) if value else "off"
         if name == "paged_ssd_cache_dir" and not self.ssd_on:
             return f"{value or 'none'} (SSD tier off)"
         return "none" if value is None else f"{value} s" if name.endswith("_s") else str(value)

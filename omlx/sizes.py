@@ -1,4 +1,4 @@
-"""Sizes as people write them ("200GB", "20%") and as bytes; the only copy of these rules."""
+"""Sizes ("200GB", "20%") and durations ("7d") as people write them; the only copy of these rules."""
 
 import json
 import re
@@ -14,6 +14,9 @@ _UNITS = {"B": 1, "K": 1024, "M": 1024**2, "G": GB, "T": 1024**4}
 _SIZE = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?) *(?P<unit>%|[KMGT](?:I?B)?|B)?", re.IGNORECASE)
 _LONGEST = 40  # characters; a longer text is no size, and its digits need not be counted
 _LARGEST = 2**63 - 1  # what files and SQLite can count
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
+_DURATION = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?) *(?P<unit>[smhdw])?", re.IGNORECASE)
+_LONGEST_S = 100 * 365 * _SECONDS["d"]  # in nanoseconds it still is a number that SQLite can hold
 _CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 
@@ -61,6 +64,36 @@ def format_size(size: int) -> str:
         if abs(rounded) < 1024 or unit == "TB":
             break
     return f"{rounded:.1f}".removesuffix(".0") + f" {unit}"
+
+
+def parse_duration(text: str | int, *, off: bool = False) -> int:
+    """Seconds of a duration such as "7d", "12h", "30m", "90s", "2w", "1.5h" or "0".
+
+    `off`: the word "off" is taken as well, and is 0. Raises ValueError, one line that begins with the text in
+    quotes; a number without a unit is refused, unless it is 0.
+    """
+    shown = quoted(text)
+    plain = str(text).strip()
+    if off and plain.lower() == "off":
+        return 0
+    match = _DURATION.fullmatch(plain) if len(plain) <= _LONGEST else None
+    if match is None or isinstance(text, bool):
+        raise ValueError(f"{shown} is not a duration (examples: 7d, 12h, 30m{', off' if off else ''})")
+    number = Fraction(match["number"])
+    if match["unit"] is None and number:
+        raise ValueError(f"{shown} has no unit (examples: 7d, 12h, 30m)")
+    seconds = number * _SECONDS[(match["unit"] or "s").lower()]
+    if seconds.denominator != 1:
+        raise ValueError(f"{shown} is not a whole number of seconds")
+    if seconds > _LONGEST_S:
+        raise ValueError(f"{shown} is too long")
+    return int(seconds)
+
+
+def format_duration(seconds: int) -> str:
+    """`seconds` for people, in the largest unit that says it exactly: "7d", "90m"; `parse_duration` reads it back."""
+    unit = next((unit for unit in "dhm" if seconds and not seconds % _SECONDS[unit]), "s")
+    return f"{seconds // _SECONDS[unit]}{unit}"
 
 
 def quoted(text: object) -> str:

@@ -70,7 +70,9 @@ def test_the_status_says_whether_there_are_warnings(
 ) -> None:
     file = tmp_path / "file"
     file.touch()
-    assert doctor.run(Settings(home=tmp_path, paged_ssd_cache_dir=file)) == 1
-    monkeypatch.setattr(doctor, "report", lambda folder, limit: doctor.Report((), ()))
+    settings = Settings(home=tmp_path, paged_ssd_cache_dir=file, cache_ttl="7d", cache_write_policy="back")  # type: ignore[arg-type]
+    assert doctor.run(settings) == 1
+    assert "write back, unused blocks go after 7d" in capsys.readouterr().out
+    monkeypatch.setattr(doctor, "report", lambda folder, limit, rules: doctor.Report((), ()))
     assert doctor.run(Settings(home=tmp_path)) == 0
     assert "all well" in capsys.readouterr().out

@@ -6,10 +6,12 @@ import subprocess
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
+from omlx.cache.factory import CacheConfig
 from omlx.errors import SettingError
 from omlx.settings import (
     MASK,
@@ -134,10 +136,10 @@ def test_an_input_gets_one_verdict_from_flag_environment_file_and_constructor(
         assert found == [verdict] * 4
 
 
-def _verdict(load: Callable[[], Settings], field: str) -> int | None:
+def _verdict(load: Callable[[], Any], field: str) -> int | None:
     try:
         value: int = getattr(load(), field)
-    except (SettingError, ValidationError):
+    except (SettingError, ValueError):
         return None
     return value
 
@@ -191,9 +193,47 @@ def test_a_percentage_is_of_the_caches_disk_or_of_memory(env: dict[str, str], tm
     assert any("(20% of " in line for line in settings.describe())
 
 
+DURATIONS = {
+    "7d": 604_800, "12h": 43_200, "1.5h": 5400, "30m": 1800, "off": 0, "OFF": 0, "0": 0, "0d": 0,
+    "": None, "-1d": None, "3600": None, "7 days": None, "1e3s": None, "0.5s": None, "auto": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", DURATIONS)
+def test_a_duration_gets_one_verdict_from_flag_environment_file_and_constructors(
+    text: str, env: dict[str, str]
+) -> None:
+    write_file(env, "{}")
+    loads: list[Callable[[], Any]] = [partial(load_from, source, "cache_ttl", text, env) for source in SOURCES.args[1]]
+    loads.append(partial(Settings.model_validate, {"cache_ttl": text}))
+    loads.append(partial(CacheConfig, cache_ttl=text))
+    assert [_verdict(load, "cache_ttl") for load in loads] == [DURATIONS[text]] * 5
+
+
+def test_a_wrong_duration_is_named_in_one_line(env: dict[str, str]) -> None:
+    with pytest.raises(SettingError) as refused:
+        Settings.load({}, env | {"OMLX_CACHE_TTL": "a week"})
+    assert str(refused.value) == 'OMLX_CACHE_TTL "a week" is not a duration (examples: 7d, 12h, 30m, off)'
+    write_file(env, '{"cache_ttl": 7}')
+    with pytest.raises(SettingError, match=r'settings.json: "cache_ttl" "7" has no unit \(examples: 7d, 12h, 30m\)$'):
+        Settings.load({}, env)
+
+
+def test_the_caches_rules_reach_the_cache_and_are_shown(env: dict[str, str]) -> None:
+    settings = Settings.load({"cache_ttl": "90m", "cache_write_policy": "BACK"}, env)
+    config = settings.scheduler_config()
+    assert (config.cache_ttl, config.cache_write_policy) == (5400, "back")
+    assert {"cache_ttl: 90m [flag]", "cache_write_policy: back [flag]"} <= set(settings.describe())
+    plain = Settings.load({}, env)
+    assert {"cache_ttl: off [default]", "cache_write_policy: through [default]"} <= set(plain.describe())
+    assert plain.scheduler_config().cache_ttl == 0
+
+
 @pytest.mark.parametrize(
     ("field", "text"),
     [
+        ("cache_write_policy", "forth"),
+        ("cache_ttl", "soon"),
         ("port", "99999"),
         ("port", "-1"),
         ("port", "eighty"),

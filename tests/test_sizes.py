@@ -7,7 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from omlx import sizes
-from omlx.sizes import GB, existing_parent, format_size, parse_size, total_disk, total_memory
+from omlx.sizes import (
+    GB,
+    existing_parent,
+    format_duration,
+    format_size,
+    parse_duration,
+    parse_size,
+    total_disk,
+    total_memory,
+)
 
 
 @pytest.mark.parametrize(
@@ -124,3 +133,82 @@ def test_memory_is_the_limit_of_the_container(tmp_path: Path, monkeypatch: pytes
 def test_the_disk_of_a_folder_that_does_not_exist_yet_is_that_of_its_parent(tmp_path: Path) -> None:
     assert existing_parent(tmp_path / "a" / "b") == tmp_path
     assert total_disk(tmp_path / "a" / "b") == total_disk(tmp_path) > 0
+
+
+# ---- durations
+
+DAY = 86_400
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("7d", 7 * DAY),
+        ("12h", 12 * 3600),
+        ("30m", 1800),
+        ("90s", 90),
+        ("2w", 14 * DAY),
+        ("1.5h", 5400),
+        ("7 D", 7 * DAY),
+        (" 1d ", DAY),
+        ("0", 0),
+        (0, 0),
+        ("0d", 0),
+        ("0.1h", 360),
+        ("36500d", 36500 * DAY),
+    ],
+)
+def test_durations_are_read(text: str | int, seconds: int) -> None:
+    assert parse_duration(text) == parse_duration(text, off=True) == seconds
+
+
+@pytest.mark.parametrize(
+    "text", ["", " ", "-1d", "d", "7days", "1e3s", "inf", "1d12h", "1,5h", ".5h", "1.h", "٣d", "never"]
+)
+def test_what_is_no_duration_is_refused_with_its_text(text: str) -> None:
+    with pytest.raises(ValueError, match=r"is not a duration \(examples: 7d, 12h, 30m\)") as refused:
+        parse_duration(text)
+    assert str(refused.value).startswith(f'"{text}"')
+
+
+@pytest.mark.parametrize("value", [True, None, -5, [7]])
+def test_durations_of_other_types_are_refused(value: object) -> None:
+    with pytest.raises(ValueError, match="is not a duration"):
+        parse_duration(value)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("3600", "has no unit"),
+        (3600, "has no unit"),
+        ("1.5", "has no unit"),
+        ("0.5s", "is not a whole number of seconds"),
+        ("36501d", "is too long"),
+        ("9" * 39 + "d", "is too long"),
+    ],
+)
+def test_a_duration_that_could_be_misunderstood_is_refused(text: str | int, why: str) -> None:
+    with pytest.raises(ValueError, match=f'^"{str(text)[:20]}.*{why}'):
+        parse_duration(text)
+
+
+def test_off_is_no_duration_but_where_that_is_said() -> None:
+    assert parse_duration("off", off=True) == parse_duration("OFF ", off=True) == 0
+    with pytest.raises(ValueError, match=r'^"off" is not a duration'):
+        parse_duration("off")
+    with pytest.raises(ValueError, match=r"\(examples: 7d, 12h, 30m, off\)"):
+        parse_duration("on", off=True)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0s"), (7 * DAY, "7d"), (12 * 3600, "12h"), (5400, "90m"), (61, "61s"), (36 * 3600, "36h")],
+)
+def test_a_duration_is_shown_in_the_largest_unit_that_says_it(seconds: int, text: str) -> None:
+    assert format_duration(seconds) == text
+
+
+@given(st.integers(0, 10**9))
+def test_a_shown_duration_reads_back(seconds: int) -> None:
+    assert parse_duration(format_duration(seconds)) == seconds

@@ -18,8 +18,10 @@ from omlx.api.chat import ChatRequest, EnginePool, tokenize
 from omlx.api.openai_body import Body, TokenIds, validated
 from omlx.errors import BadRequest
 from omlx.settings import Settings, option_fields, option_name
+from omlx.sizes import parse_duration
 
 if TYPE_CHECKING:  # they load MLX, which takes seconds: the server listens before that
+    from omlx.cache.conversation import Forgotten
     from omlx.cache.probe import PrefixProbe
     from omlx.cache.tiered_manager import Cleared
 
@@ -40,7 +42,9 @@ class AdminPool(EnginePool, Protocol):
 
     async def cache_probe(self, name: str, tokens: Sequence[int], salt: str = "") -> "PrefixProbe | None": ...
 
-    async def clear_cache(self, name: str | None = None) -> "Cleared": ...
+    async def clear_cache(self, name: str | None = None, older_than_s: float | None = None) -> "Cleared": ...
+
+    async def forget_conversation(self, name: str, tokens: Sequence[int], salt: str = "") -> "Forgotten": ...
 
 
 class ProbeBody(Body):
@@ -55,9 +59,14 @@ class ProbeBody(Body):
 
 
 class ClearBody(Body):
-    """POST /admin/cache/clear: null stands for all models, and has to be written out."""
+    """POST /admin/cache/clear without a prompt: null stands for all models, and has to be written out."""
 
     model: ModelName | None
+    older_than: Any = None
+
+
+# With one of these it is a conversation that goes, and the body may be all that a completion's may.
+_PROMPTS = ("messages", "prompt", "tokens")
 
 
 def router(pool: AdminPool, settings: Settings, read_json: ReadJson) -> APIRouter:
@@ -66,18 +75,27 @@ def router(pool: AdminPool, settings: Settings, read_json: ReadJson) -> APIRoute
     async def figures() -> Response:
         return JSONResponse({"version": __version__, **await pool.cache_figures(), "settings": _in_force(settings)})
 
-    async def probe(http: Request) -> Response:
-        asked = _asked(await read_json(http))
+    async def prompt_of(body: dict[str, Any]) -> tuple[ChatRequest, list[int]]:
+        asked = _asked(body)
         engine = await pool.get(asked.model)
         tokens = await asyncio.to_thread(tokenize, engine, asked)
         if not tokens:
             raise BadRequest("the prompt is empty", param=asked.prompt_field)
+        return asked, tokens
+
+    async def probe(http: Request) -> Response:
+        asked, tokens = await prompt_of(await read_json(http))
         found = await pool.cache_probe(asked.model, tokens, asked.cache_salt)
         return JSONResponse({"model": asked.model, "tokens": len(tokens)} | _shown(found))
 
     async def clear(http: Request) -> Response:
-        fields = validated(ClearBody, await read_json(http))
-        return JSONResponse((await pool.clear_cache(fields.model))._asdict())
+        body = await read_json(http)
+        if _is_conversation(body):
+            asked, tokens = await prompt_of(body)
+            gone = await pool.forget_conversation(asked.model, tokens, asked.cache_salt)
+            return JSONResponse(gone._asdict())
+        fields = validated(ClearBody, body)
+        return JSONResponse((await pool.clear_cache(fields.model, _age(fields.older_than)))._asdict())
 
     routes = APIRouter(prefix="/admin")
     routes.add_api_route("/cache_probe", figures, methods=["GET"])
@@ -90,6 +108,32 @@ def _in_force(settings: Settings) -> dict[str, Any]:
     """Every option with its value (sizes in bytes, secrets masked) and where it came from."""
     values, sources = settings.model_dump(mode="json"), settings.resolve_sources()
     return {option_name(name): {"value": values[name], "source": sources[name]} for name in option_fields()}
+
+
+def _is_conversation(body: dict[str, Any]) -> bool:
+    """Whether a prompt is named whose blocks are to go. Raises BadRequest for what might delete more than is meant.
+
+    So a field that is not known, or null, is never just passed over.
+    """
+    for name in (*_PROMPTS, "older_than"):
+        if name in body and body[name] is None:
+            raise BadRequest(f"{name}: null is no value here; leave it out to delete more", param=name)
+    given = [name for name in _PROMPTS if name in body]
+    if given and "older_than" in body:
+        raise BadRequest(f"older_than: not together with {given[0]}", param="older_than")
+    for name in body if "model" in body and not given else ():
+        if name not in ClearBody.model_fields:
+            raise BadRequest(f"{name[:80]}: no such field here", param=name[:80])
+    return bool(given)
+
+
+def _age(older_than: Any) -> int | None:
+    if older_than is None:
+        return None
+    try:
+        return parse_duration(older_than)
+    except ValueError as error:
+        raise BadRequest(f"older_than: {error}", param="older_than") from None
 
 
 def _asked(body: dict[str, Any]) -> ChatRequest:

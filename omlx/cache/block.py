@@ -41,7 +41,7 @@ def block_hash(parent: bytes, tokens: bytes, extra: bytes = b"") -> bytes:
 
 
 def block_hashes(parent: bytes, packed: bytes, block_size: int, extra: bytes = b"") -> Iterator[bytes]:
-    """The names of the whole blocks that packed tokens fill, one after another: `block_hash` of each, in half its time."""
+    """The names of the whole blocks that packed tokens fill, in order: `block_hash` of each, in half the time."""
     nbytes = block_size * TOKEN_BYTES
     between, end = _LENGTH.pack(nbytes), _LENGTH.pack(len(extra)) + extra
     for at in range(0, len(packed) - nbytes + 1, nbytes):

@@ -2,15 +2,15 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from omlx.cache.grid import ExactMode
 from omlx.cache.interface import CacheManager
 from omlx.cache.paged_cache import PagedCacheManager
-from omlx.cache.paged_ssd_cache import PagedSSDCacheManager
+from omlx.cache.paged_ssd_cache import PagedSSDCacheManager, WritePolicy
 from omlx.cache.prefix_cache import BlockAwarePrefixCache, CacheIdentity
 from omlx.cache.vision_feature_cache import VisionFeatureSSDCache
-from omlx.sizes import parse_size
+from omlx.sizes import parse_duration, parse_size, quoted
 from omlx.storage.folder import VISION_FOLDER, folder_name
 from omlx.storage.hot_tier import HotTier
 
@@ -24,7 +24,9 @@ class CacheConfig:
 
     `hot_cache_max_size` bounds blocks kept in RAM, never running requests. Without
     `paged_ssd_cache_dir` there is no SSD tier. When the whole process takes up more than
-    `max_process_memory`, blocks leave RAM; 0 sets no such limit.
+    `max_process_memory`, blocks leave RAM; 0 sets no such limit. `cache_write_policy` "back" writes a
+    block's file only when the block leaves RAM, and at close. What was not used for `cache_ttl` seconds
+    is removed; 0 is never.
     """
 
     block_size: int = 64
@@ -32,12 +34,18 @@ class CacheConfig:
     paged_ssd_cache_dir: Path | None = None
     max_paged_ssd_cache_size: int = 100 * GB
     max_process_memory: int = 0
+    cache_write_policy: WritePolicy = "through"
+    cache_ttl: int = 0
     exact: ExactMode = "off"
 
     def __post_init__(self) -> None:
-        """Sizes may be text ("200GB"). Raises ValueError for what is no size, as everywhere else."""
+        """Sizes and durations may be text ("200GB", "7d"). Raises ValueError for what is none, as everywhere else."""
         for name in ("hot_cache_max_size", "max_paged_ssd_cache_size", "max_process_memory"):
             object.__setattr__(self, name, parse_size(getattr(self, name)))
+        if type(self.cache_ttl) is not int or self.cache_ttl < 0:
+            object.__setattr__(self, "cache_ttl", parse_duration(self.cache_ttl, off=True))
+        if self.cache_write_policy not in get_args(WritePolicy):
+            raise ValueError(f"{quoted(self.cache_write_policy)} is no write policy (through or back)")
 
     @property
     def ssd_enabled(self) -> bool:
@@ -57,11 +65,12 @@ class CacheFactory:
 
     @staticmethod
     def create_paged_ssd_cache(
-        config: CacheConfig, model_name: str, hot_tier: HotTier | None = None
+        config: CacheConfig, model_name: str, hot_tier: HotTier | None = None, numerics: str | None = None
     ) -> PagedSSDCacheManager | None:
         """The block store of one model, in its own folder under the cache root; None if both tiers are off.
 
-        Several stores may share a `hot_tier`, and with it one budget of RAM.
+        Several stores may share a `hot_tier`, and with it one budget of RAM. Only blocks under these `numerics`
+        can be used (None: all); others are the first to go from disk.
         """
         if not config.enabled:
             return None
@@ -73,6 +82,9 @@ class CacheFactory:
             hot_cache_only=root is None,
             root_dir=root,
             hot_tier=hot_tier,
+            write_policy=config.cache_write_policy,
+            ttl_s=config.cache_ttl,
+            numerics=numerics,
         )
 
     @staticmethod
@@ -83,7 +95,9 @@ class CacheFactory:
         """
         root = config.paged_ssd_cache_dir if config.ssd_enabled else None
         return VisionFeatureSSDCache(
-            root / VISION_FOLDER if root else None, max_disk_bytes=config.max_paged_ssd_cache_size // _VISION_SHARE
+            root / VISION_FOLDER if root else None,
+            max_disk_bytes=config.max_paged_ssd_cache_size // _VISION_SHARE,
+            ttl_s=config.cache_ttl,
         )
 
     @staticmethod

@@ -41,9 +41,11 @@ class StoreStats:
 
     `restores`: blocks from files that went back into RAM. `saves`: new blocks kept in any tier;
     `declined`: too large for every tier. `damaged`: files that were not what they should be.
-    `dropped_writes`: blocks that left RAM before their file could be queued. `ram_bytes` and
-    `ssd_bytes` are this store's, `ram_total_bytes` and `ssd_total_bytes` those of everybody who shares
-    the tier (for files: all that omlx keeps under the root).
+    `dropped_writes`: blocks that left RAM before their file could be queued. `expired_*`: blocks that
+    were not used for too long. `files_written` and `bytes_written`: what was really written, failed tries
+    apart. `unsaved_bytes`: what only RAM has and still is to be written. `ram_bytes` and `ssd_bytes` are
+    this store's, `ram_total_bytes` and `ssd_total_bytes` those of everybody who shares the tier (for
+    files: all that omlx keeps under the root).
     """
 
     hits_ram: int = 0
@@ -54,10 +56,15 @@ class StoreStats:
     restores: int = 0
     evictions_ram: int = 0
     evictions_ssd: int = 0
+    expired_ram: int = 0
+    expired_ssd: int = 0
     damaged: int = 0
     index_damaged: int = 0
     write_errors: int = 0
     dropped_writes: int = 0
+    files_written: int = 0
+    bytes_written: int = 0
+    unsaved_bytes: int = 0
     blocks_ram: int = 0
     blocks_ssd: int = 0
     tokens_ssd: int = 0
@@ -128,7 +135,10 @@ class CacheManager(ABC):
 
     @abstractmethod
     def touch(self, hashes: Sequence[bytes]) -> None:
-        """Marks blocks as used, the last one most recently. Unknown ones are passed over."""
+        """Marks the blocks of a request as used, the last one most recently. Unknown ones are passed over.
+
+        In RAM they leave with this request from now on, not with the one that saved them.
+        """
 
     @abstractmethod
     def pin(self, block_hash: bytes) -> None:
@@ -148,7 +158,8 @@ class CacheManager(ABC):
 
     @abstractmethod
     def flush(self, timeout_s: float | None = None) -> bool:
-        """Waits until all blocks have their files. False if that took too long or failed."""
+        """Waits until all blocks have their files, whenever they would have been written. False if that took too long
+        or failed."""
 
     @abstractmethod
     def close(self, timeout_s: float = 10.0) -> bool:
@@ -170,6 +181,10 @@ class CacheManager(ABC):
         """The token ids of a block that is known, as uint32 little endian. May read the head of a file."""
         meta = self.get_meta(block_hash)
         return meta.tokens if meta is not None else None
+
+    def all_children(self, parent: bytes) -> list[BlockMeta]:
+        """`children`, however many there are. May read as many heads of files: not on the MLX thread."""
+        return self.children(parent)
 
     def contains(self, block_hash: bytes) -> bool:
         return self.tier_of(block_hash) is not None

@@ -1,9 +1,12 @@
 """The block store: a RAM tier in front of safetensors files."""
 
+import atexit
 import itertools
 import logging
 import os
+import sys
 import threading
+import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace as changed
 from pathlib import Path
@@ -14,7 +17,10 @@ import mlx.core as mx
 from omlx.arrays import pack, unpack
 from omlx.cache.interface import BlockData, CacheManager, Gone, ReadTarget, StoreStats, Tier
 from omlx.sizes import format_size
+from omlx.storage.block_ledger import PutResult
+from omlx.storage.bookkeeping import Key
 from omlx.storage.disk_store import DEFAULT_QUEUE_BYTES, DiskStore, open_store, release_store
+from omlx.storage.expiry import Expiry
 from omlx.storage.folder import block_path, check_folder, check_hash
 from omlx.storage.hot_tier import HotCache, HotTier
 from omlx.storage.tensor_file import (
@@ -32,6 +38,7 @@ from omlx.storage.tensor_file import (
 
 log = logging.getLogger(__name__)
 
+WritePolicy = Literal["through", "back"]
 FileUse = Literal["read", "write"]
 OnFile = Callable[[FileUse, Path, int], None]
 
@@ -54,6 +61,11 @@ class PagedSSDCacheManager(CacheManager):
         hot_tier: a RAM tier to share with other managers, instead of one of its own.
         max_queue_bytes: bound of what waits for the writer thread; beyond it blocks stay in RAM until there is room.
         free_reserve_bytes: free space that is left on the disk (default: 5% of it or 2 GB, whichever is less).
+        write_policy: "through" queues a block's file when it is saved, "back" when it leaves RAM, and at `flush`,
+            `close` and the interpreter's end. Without a RAM tier both are the same.
+        ttl_s: seconds after which a block that was not used is removed from both tiers, or a little later; 0 is
+            never. The shortest that was given for a root holds for all its files.
+        numerics: blocks under other numerics cannot be used now and are the first to go from disk; None: all can.
 
     Raises StoreLocked, naming its pid, if another process works on the root; ValueError for a `cache_dir`
     outside of `root_dir`. A folder that cannot be used is no error: the log says so once, blocks stay in RAM,
@@ -74,6 +86,9 @@ class PagedSSDCacheManager(CacheManager):
         hot_tier: HotTier | None = None,
         max_queue_bytes: int = DEFAULT_QUEUE_BYTES,
         free_reserve_bytes: int | None = None,
+        write_policy: WritePolicy = "through",
+        ttl_s: float = 0,
+        numerics: str | None = None,
     ) -> None:
         self.on_file: OnFile = _as_it_is
         name = f"ram-{next(_ram_names)}"
@@ -88,9 +103,16 @@ class PagedSSDCacheManager(CacheManager):
             root = folder if root_dir is None else _real(root_dir)
             self._folder = check_folder("" if folder == root else folder.relative_to(root).as_posix())
             name = str(folder)
-            self._disk = open_store(root, max_size_bytes, max_queue_bytes, free_reserve_bytes)
+            self._disk = open_store(root, max_size_bytes, max_queue_bytes, free_reserve_bytes, ttl_s)
+            self._disk.blocks.use_numerics(self._folder, numerics)
         self._hot = HotCache(hot_tier or HotTier(hot_cache_max_bytes), name)
-        self._index = PagedSSDCacheIndex(self._disk, self._folder, self._hot)
+        self._expiry = Expiry(ttl_s if self._disk is None else 0)
+        if self._disk is not None:
+            self._disk.sweeps.add(self._hot.expire)
+        self._writes_back = write_policy == "back" and self._disk is not None and self.keeps_ram
+        if self._writes_back:
+            _write_at_exit.add(self)
+        self._index = PagedSSDCacheIndex(self._disk, self._folder, self._hot, self._writes_back)
         if self._disk is not None:
             self._disk.add_user(self)
 
@@ -112,11 +134,12 @@ class PagedSSDCacheManager(CacheManager):
         replace: bool = False,
     ) -> bool:
         check_hash(block_hash)
+        self._expire_ram()
         group = object() if group is None else group
         if replace:
             self.delete_block(block_hash)
         elif self._is_kept(block_hash):
-            self.touch([block_hash])
+            self._mark_used(block_hash)
             return True
         block = data if isinstance(data, BlockBuffer) else pack(data)
         known = self.get_meta(block_hash)
@@ -126,7 +149,7 @@ class PagedSSDCacheManager(CacheManager):
         meta = with_size(block.specs, meta._replace(tokens=tokens if meta.tokens is None else meta.tokens))
         kept = self._keep(block, meta, group)
         if known is not None:
-            self.touch([block_hash])
+            self._mark_used(block_hash)
             self._count(restores=self._hot.get(block_hash) is not None)
         elif kept:
             self._count(saves=1)
@@ -139,12 +162,24 @@ class PagedSSDCacheManager(CacheManager):
             return block is not None
         if block is None or meta is None:
             return not self.keeps_ram and self._disk.blocks.state((self._folder, block_hash)) is not None
-        self._to_disk(block, meta, in_ram=True)  # again, if the first write failed or the file was lost
+        # Again, if the first write failed or the file was lost.
+        if self._writes_back:
+            block.unsaved = self._wants_file(meta)
+        else:
+            self._to_disk(block, meta, in_ram=True)
         return True
 
+    def _wants_file(self, meta: BlockMeta) -> bool:
+        """Whether a block has no file, none queued, and may have one."""
+        if self._disk is None or self._disk.blocks.state((self._folder, meta.block_hash)) is not None:
+            return False
+        return self._disk.blocks.fits(meta.file_size)
+
     def _keep(self, block: BlockBuffer, meta: BlockMeta, group: Hashable) -> bool:
-        in_ram = self._hot.store_block(meta.block_hash, block, meta, group=group, keep_parent=self._disk is None)
-        on_disk = self._to_disk(block, meta, in_ram=in_ram)
+        if self._writes_back:
+            block.unsaved = self._wants_file(meta)
+        in_ram = self._to_ram(block, meta, group, keep_parent=self._disk is None)
+        on_disk = not (self._writes_back and in_ram) and self._to_disk(block, meta, in_ram=in_ram)
         if (
             not in_ram
             and block.nbytes > self._hot.tier.max_bytes
@@ -156,16 +191,32 @@ class PagedSSDCacheManager(CacheManager):
             self._said_declined = True
         return in_ram or on_disk
 
+    def _to_ram(self, block: BlockBuffer, meta: BlockMeta, group: Hashable, *, keep_parent: bool = False) -> bool:
+        save = self._save_leaving if self._writes_back else None
+        has_file = self._disk is not None and self._disk.blocks.state((self._folder, meta.block_hash)) is not None
+        return self._hot.store_block(
+            meta.block_hash, block, meta, group=group, keep_parent=keep_parent, save=save, spare_unsaved=has_file
+        )
+
+    def _save_leaving(self, block: BlockBuffer, meta: BlockMeta) -> bool:
+        """Called when RAM has no room left for a block without a file. True if it may go: its file is queued, or never
+        can be."""
+        return self._put_file(block, meta, in_ram=True, leaves=True) != "waiting"
+
     def _to_disk(self, block: BlockBuffer, meta: BlockMeta, *, in_ram: bool) -> bool:
+        return self._put_file(block, meta, in_ram=in_ram) == "queued"
+
+    def _put_file(self, block: BlockBuffer, meta: BlockMeta, *, in_ram: bool, leaves: bool = False) -> PutResult:
         if self._disk is None:
-            return False
+            return "declined"
         if self._disk.blocks.state((self._folder, meta.block_hash)) is None:
             self._enforce_size_limit_for_new_block(meta.file_size)
-        result = self._disk.blocks.put(self._folder, meta, block, self._write, may_wait=in_ram)
-        return result == "queued"
+        return self._disk.blocks.put(self._folder, meta, block, self._write, may_wait=in_ram, only_copy=leaves)
 
     def folder_lost(self) -> None:
         """Queues the files of all blocks in RAM that have none, after the folder was lost and is there again."""
+        if self._writes_back:
+            return  # they are written when they leave RAM
         for meta in self._hot.metas():
             block = self._hot.get(meta.block_hash)
             if block is not None:
@@ -195,15 +246,22 @@ class PagedSSDCacheManager(CacheManager):
         """
         if self._disk is not None:
             for meta, block in self._hot.oldest(nbytes):
-                self._to_disk(block, meta, in_ram=True)
+                self._put_file(block, meta, in_ram=True, leaves=True)
             if wait_s > 0:
                 self._disk.flush(wait_s)
         return self._hot.evict(nbytes)
 
-    def clear(self) -> dict[bytes, int]:
-        """Forgets every block that is not pinned; returns them with the bytes of their files."""
-        ram = {meta.block_hash: meta.file_size for meta in self._hot.clear(spare_pinned=True)}
-        disk = self._disk.blocks.clear(self._folder) if self._disk else {}
+    def clear(self, before_ns: int | None = None) -> dict[bytes, int]:
+        """Forgets every block that is not pinned, or those last used before then (nanoseconds since the epoch).
+
+        Returns them with the bytes of their files.
+        """
+        ram = {meta.block_hash: meta.file_size for meta in self._hot.clear(spare_pinned=True, before_ns=before_ns)}
+        disk: dict[Key, int] = {}
+        if self._disk is not None and before_ns is None:
+            disk = self._disk.blocks.clear(self._folder)
+        elif self._disk is not None and before_ns is not None:
+            disk = self._disk.remove_unused(before_ns, self._folder)
         return ram | {key[1]: nbytes for key, nbytes in disk.items()}
 
     # ---- find
@@ -222,12 +280,13 @@ class PagedSSDCacheManager(CacheManager):
 
     def _fetch(self, block_hash: bytes) -> BlockBuffer | None:
         """Finds, counts, marks as used and puts back into RAM."""
+        self._expire_ram()
         tier, found = self._find(block_hash)
         self._count_hit(tier)
         if found is None:
             return None
-        self.touch([block_hash])
-        if self._hot.get(block_hash) is None and self._hot.store_block(block_hash, *found, group=object()):
+        self._mark_used(block_hash)
+        if self._hot.get(block_hash) is None and self._to_ram(*found, object()):
             self._count(restores=1)
         return found.data
 
@@ -269,10 +328,12 @@ class PagedSSDCacheManager(CacheManager):
         return self._disk.blocks.state((self._folder, block_hash)) if self._disk else None
 
     def get_meta(self, block_hash: bytes) -> BlockMeta | None:
+        self._expire_ram()
         meta = self._hot.meta(block_hash)
         return meta or (self._disk.blocks.meta((self._folder, block_hash)) if self._disk else None)
 
     def get_metas(self, hashes: Sequence[bytes]) -> list[BlockMeta | None]:
+        self._expire_ram()
         found = self._hot.metas_of(hashes)
         if self._disk is not None and None in found:
             missing = [block_hash for block_hash, meta in zip(hashes, found, strict=True) if meta is None]
@@ -288,8 +349,16 @@ class PagedSSDCacheManager(CacheManager):
         return self._disk.tokens(entry) if entry else None
 
     def children(self, parent: bytes) -> list[BlockMeta]:
+        self._expire_ram()
+        return self._with_those_in_ram(parent, self._disk.children(self._folder, parent) if self._disk else [])
+
+    def all_children(self, parent: bytes) -> list[BlockMeta]:
+        on_disk = self._disk.children(self._folder, parent, most=sys.maxsize) if self._disk else []
+        return self._with_those_in_ram(parent, on_disk)
+
+    def _with_those_in_ram(self, parent: bytes, on_disk: list[BlockMeta]) -> list[BlockMeta]:
         found = {meta.block_hash: meta for meta in self._hot.children(parent)}
-        for meta in self._disk.children(self._folder, parent) if self._disk else ():
+        for meta in on_disk:
             found.setdefault(meta.block_hash, meta)
         return list(found.values())
 
@@ -323,8 +392,21 @@ class PagedSSDCacheManager(CacheManager):
     # ---- use
 
     def touch(self, hashes: Sequence[bytes]) -> None:
+        self._hot.renew(hashes)
         if self._disk is not None:
             self._disk.blocks.touch((self._folder, block_hash) for block_hash in hashes)
+
+    def _mark_used(self, block_hash: bytes) -> None:
+        """As `touch`, for a block that no request uses: it stays in its place in RAM, which is first in, first out."""
+        self._hot.mark_used(block_hash)
+        if self._disk is not None:
+            self._disk.blocks.touch([(self._folder, block_hash)])
+
+    def _expire_ram(self) -> None:
+        """Where there are no files there is no thread that does it: what is too old is not found, at least."""
+        before_ns = self._expiry.due()
+        if before_ns is not None:
+            self._hot.expire(before_ns)
 
     def pin(self, block_hash: bytes) -> None:
         self._hot.pin(block_hash)
@@ -338,32 +420,58 @@ class PagedSSDCacheManager(CacheManager):
 
     # ---- the whole store
 
+    def write_unsaved(self) -> list[bytes]:
+        """Queues the files of all blocks that only RAM has, the youngest first; returns them the other way round."""
+        unsaved = self._hot.unsaved() if self._writes_back else []
+        for meta, block in reversed(unsaved):
+            self._to_disk(block, meta, in_ram=True)
+        return [meta.block_hash for meta, _ in unsaved]
+
     def flush(self, timeout_s: float | None = None) -> bool:
-        return self._disk is None or self._disk.flush(timeout_s)
+        if self._disk is None:
+            return True
+        unsaved = self.write_unsaved()
+        done = self._disk.flush(timeout_s)
+        if unsaved:  # in their order of use, though the youngest were written first
+            self._disk.blocks.touch((self._folder, block_hash) for block_hash in unsaved)
+        return done
+
+    def settle(self, timeout_s: float) -> bool:
+        """Waits until the files of what was deleted are gone, and writes nothing for it. False if it took too long."""
+        return self._disk is None or self._disk.settle(timeout_s)
 
     def close(self, timeout_s: float = 10.0) -> bool:
         with self._lock:
             if self._closed:
                 return True
             self._closed = True
-        done = self._disk is None or release_store(self._disk, timeout_s)
+        _write_at_exit.discard(self)
+        deadline = time.monotonic() + timeout_s
+        done = self.flush(timeout_s) if self._writes_back else True
+        if self._disk is not None:
+            self._disk.sweeps.discard(self._hot.expire)
+            done = release_store(self._disk, max(0.1, deadline - time.monotonic())) and done
         self._hot.clear()
         return done
 
     def stats(self) -> StoreStats:
         with self._lock:
             stats = changed(self._counts)
-        stats.evictions_ram = self._hot.evictions
+        stats.evictions_ram, stats.expired_ram = self._hot.evictions, self._hot.expired
         stats.blocks_ram, stats.ram_bytes = self._hot.usage
         stats.ram_total_bytes = self._hot.tier.bytes
         if self._disk is not None:
             counts = self._disk.blocks.counts(self._folder)
-            stats.evictions_ssd, stats.damaged = counts.evictions, counts.damaged
-            stats.write_errors, stats.dropped_writes = counts.write_errors, counts.dropped_writes
+            stats.evictions_ssd, stats.expired_ssd = counts.evictions, counts.expired
+            stats.damaged, stats.write_errors = counts.damaged, counts.write_errors
+            stats.files_written, stats.bytes_written = counts.files_written, counts.bytes_written
+            stats.dropped_writes = counts.dropped_writes
             stats.blocks_ssd, stats.ssd_bytes = self._disk.blocks.usage().get(self._folder, (0, 0))
             stats.tokens_ssd = self._disk.blocks.tokens(self._folder)
             stats.ssd_total_bytes, stats.queue_bytes = self._disk.blocks.bytes, self._disk.blocks.queue_bytes
             stats.index_damaged = self._disk.index_damaged
+        if self._writes_back:
+            stats.unsaved_bytes = sum(block.nbytes for _, block in self._hot.unsaved())
         return stats
 
     def check(self) -> list[str]:
@@ -372,6 +480,17 @@ class PagedSSDCacheManager(CacheManager):
     @property
     def keeps_ram(self) -> bool:
         return self._hot.tier.max_bytes > 0
+
+    @property
+    def held_in_ram(self) -> tuple[int, int, int]:
+        """Blocks, tokens and payload bytes in the RAM tier, of this store alone."""
+        blocks, nbytes = self._hot.usage
+        return blocks, self._hot.tokens, nbytes
+
+    @property
+    def last_used_ns(self) -> int:
+        """When a block in RAM was last used; nanoseconds since the epoch, 0 if there was none."""
+        return self._hot.last_used_ns
 
     @property
     def hot_bytes(self) -> int:
@@ -395,12 +514,17 @@ class PagedSSDCacheManager(CacheManager):
 class PagedSSDCacheIndex:
     """What a store knows of its blocks; of the RAM tier where there are no files."""
 
-    def __init__(self, disk: DiskStore | None, folder: str, hot: HotCache) -> None:
-        self._disk, self._folder, self._hot = disk, folder, hot
+    def __init__(self, disk: DiskStore | None, folder: str, hot: HotCache, writes_back: bool) -> None:
+        self._disk, self._folder, self._hot, self._writes_back = disk, folder, hot, writes_back
 
     def get_all_metadata(self) -> list[BlockMeta]:
-        """Every block whose file is there or queued, least recently used first."""
-        return self._disk.blocks.metas(self._folder) if self._disk else self._hot.metas()
+        """Every block whose file is there, queued, or still to be written; least recently used first."""
+        if self._disk is None:
+            return self._hot.metas()
+        found = {meta.block_hash: meta for meta in self._disk.blocks.metas(self._folder)}
+        for meta, _ in self._hot.unsaved() if self._writes_back else ():
+            found.setdefault(meta.block_hash, meta)
+        return list(found.values())
 
     def __len__(self) -> int:
         return len(self.get_all_metadata())
@@ -420,3 +544,18 @@ def _read_file(path: Path, meta: BlockMeta, target: ReadTarget) -> Literal["ssd"
         raise DamagedBlock("it holds other tensors than were asked for")
     target.copy_from(block)
     return "ssd"
+
+
+# ---- blocks that only RAM has when an interpreter just ends
+
+_write_at_exit: set[PagedSSDCacheManager] = set()
+
+
+def _write_all_unsaved() -> None:
+    for manager in list(_write_at_exit):
+        manager.write_unsaved()
+
+
+# Registered after the block store's, so called before it: that one waits for the files. A forked child writes none.
+atexit.register(_write_all_unsaved)
+os.register_at_fork(after_in_child=_write_at_exit.clear)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from omlx.arrays import ArrayPool
 from omlx.cache.block import TOKEN_BYTES, block_hash, common_tokens, pack_tokens, root_hash, slice_tokens
+from omlx.cache.conversation import Conversation, Forgotten, forget
 from omlx.cache.grid import ExactMode, PrefillGrid
 from omlx.cache.interface import BlockMeta, CacheManager
 from omlx.cache.layer_state import CacheLayout, KVSlabs, extract
@@ -454,6 +455,14 @@ class BlockAwarePrefixCache:
             in_chain = set(chain.hashes)
             self._store.touch([name for name in table if name not in in_chain])
             self._store.touch(chain.hashes[::-1])
+
+    def conversation(self, prompt: Sequence[int], salt: str = "") -> Conversation:
+        """What is stored of a conversation; from any thread, reads files."""
+        return Conversation(self._store, self._who.root(self.block_size, salt), pack_tokens(prompt))
+
+    def forget(self, conversation: Conversation) -> Forgotten:
+        """Deletes it, but for what others share or running requests hold; on the MLX thread."""
+        return forget(self._store, conversation, lambda name: self._paged.holders(name) > 0)
 
     # ---- the documents' calls
 

@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 
 from omlx.cache.factory import CacheConfig, CacheFactory
 from omlx.cache.prefix_cache import CacheIdentity, PrefixCache
-from omlx.storage.disk_store import DEFAULT_QUEUE_BYTES, open_store, release_store
-from omlx.storage.folder import folder_name
+from omlx.storage.block_ledger import FolderFigures
+from omlx.storage.disk_store import DEFAULT_QUEUE_BYTES, DiskStore, open_store, release_store
+from omlx.storage.folder import folder_name, model_of
 from omlx.storage.hot_tier import HotTier
 
 _RELEASE_S = 10.0
@@ -54,7 +55,9 @@ class TieredCacheManager:
         self.max_kv_cache_memory = max_kv_cache_memory
         self.model_name = model_name
         self.hot_tier = hot_tier or HotTier(config.hot_cache_max_size)
-        store = CacheFactory.create_paged_ssd_cache(self.config, model_name, self.hot_tier)
+        # In the exact modes blocks under other numerics are of no use; with "off" they are.
+        numerics = identity.numerics if identity is not None and config.exact != "off" else None
+        store = CacheFactory.create_paged_ssd_cache(self.config, model_name, self.hot_tier, numerics)
         if store is None:
             raise ValueError("a cache needs room in RAM or a folder for files")
         self.store = store
@@ -89,6 +92,8 @@ class TieredCacheManager:
         `kv_cache_memory` is what the hot tier holds of this model, `blocks_cold` and `cold_tokens` what has a file
         or is being written, whether it is in the hot tier as well or not. A hit is a block that was read, a miss one
         that was not there when it was needed; `restores` are blocks that went from files back into the hot tier.
+        `expired` blocks were not used for too long. `bytes_written` is what the SSD had to take since the start,
+        `unsaved_bytes` what only the hot tier has and will be written when it leaves (write policy "back").
         """
         s = self.store.stats()
         held = self.paged_cache.held()
@@ -101,16 +106,22 @@ class TieredCacheManager:
             "misses": s.misses,
             "restores": s.restores,
             "evictions": s.evictions_ram + s.evictions_ssd,
+            "expired": s.expired_ram + s.expired_ssd,
             "bytes": {"ram": s.ram_bytes, "ssd": s.ssd_bytes},
             "hits_ram": s.hits_ram,
             "hits_ssd": s.hits_ssd,
             "evictions_ram": s.evictions_ram,
             "evictions_ssd": s.evictions_ssd,
+            "expired_ram": s.expired_ram,
+            "expired_ssd": s.expired_ssd,
             "saves": s.saves,
             "declined": s.declined,
             "damaged": s.damaged,
             "write_errors": s.write_errors,
             "dropped_writes": s.dropped_writes,
+            "files_written": s.files_written,
+            "bytes_written": s.bytes_written,
+            "unsaved_bytes": s.unsaved_bytes,
             "requests_with_blocks": len(held),
             "blocks_in_use": sum(held.values()),
         }
@@ -125,22 +136,72 @@ class TieredCacheManager:
         return self.store.close(timeout_s)
 
 
-def clear_cache(config: CacheConfig, managers: Collection[TieredCacheManager], model_name: str | None) -> Cleared:
+class Held(NamedTuple):
+    """What a tier has of a model."""
+
+    blocks: int
+    tokens: int
+    bytes: int
+
+
+class Stored(NamedTuple):
+    """Who holds how much: one model's blocks in both tiers. `last_used_ns`: nanoseconds since the epoch, or 0."""
+
+    model: str
+    loaded: bool
+    ram: Held
+    ssd: Held
+    last_used_ns: int
+
+
+def stored_by_model(managers: Collection[TieredCacheManager], disk: DiskStore | None) -> list[Stored]:
+    """What each model holds, in the order of names; those too that are not loaded but have files under the root."""
+    loaded = {folder_name(manager.model_name): manager for manager in managers}
+    on_disk = {} if disk is None else disk.blocks.figures()
+    return sorted(_stored(folder, loaded.get(folder), on_disk.get(folder)) for folder in loaded.keys() | on_disk.keys())
+
+
+def _stored(folder: str, manager: TieredCacheManager | None, on_disk: FolderFigures | None) -> Stored:
+    ssd = Held(0, 0, 0) if on_disk is None else Held(on_disk.blocks, on_disk.tokens, on_disk.bytes)
+    used = 0 if on_disk is None else on_disk.last_used_ns
+    if manager is None:
+        return Stored(model_of(folder), False, Held(0, 0, 0), ssd, used)
+    store = manager.store
+    return Stored(manager.model_name, True, Held(*store.held_in_ram), ssd, max(used, store.last_used_ns))
+
+
+def open_root(config: CacheConfig) -> DiskStore | None:
+    """Opens the cache root, as a model's stack does, to be held while none is loaded; None without an SSD tier.
+
+    Limits and expiry work from now on. To be given back with `release_store`. Raises StoreLocked.
+    """
+    root = config.paged_ssd_cache_dir
+    if root is None or not config.ssd_enabled:
+        return None
+    return open_store(root, config.max_paged_ssd_cache_size, DEFAULT_QUEUE_BYTES, ttl_s=config.cache_ttl)
+
+
+def clear_cache(
+    config: CacheConfig,
+    managers: Collection[TieredCacheManager],
+    model_name: str | None,
+    before_ns: int | None = None,
+) -> Cleared:
     """Deletes the stored blocks of a model, or of all: in the managers' tiers, and in the folders of models not loaded.
 
-    Blocks of running requests stay. Waits until the files are removed. Raises StoreLocked if another
-    process works on the cache root.
+    With `before_ns` (nanoseconds since the epoch) only those that were last used before then. Blocks of running
+    requests stay. Waits until the files are removed. Raises StoreLocked if another process works on the cache root.
     """
     found: dict[tuple[str, bytes], int] = {}
     for manager in managers:
         if model_name in (None, manager.model_name):
             folder = folder_name(manager.model_name)
-            found |= {(folder, block_hash): nbytes for block_hash, nbytes in manager.store.clear().items()}
-    root = config.paged_ssd_cache_dir
-    if root is not None and config.ssd_enabled:
-        disk = open_store(root, config.max_paged_ssd_cache_size, DEFAULT_QUEUE_BYTES)
+            found |= {(folder, block_hash): nbytes for block_hash, nbytes in manager.store.clear(before_ns).items()}
+    disk = open_root(config)
+    if disk is not None:
         try:
-            found |= disk.blocks.clear(None if model_name is None else folder_name(model_name))
+            wanted = None if model_name is None else folder_name(model_name)
+            found |= disk.blocks.clear(wanted) if before_ns is None else disk.remove_unused(before_ns, wanted)
         finally:
             release_store(disk, _RELEASE_S)
     return Cleared(len(found), sum(found.values()))

@@ -2,6 +2,7 @@
 
 import copy
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -70,6 +71,7 @@ class _Held:
 
     array: mx.array
     wants_file: bool = True
+    used: float = field(default_factory=time.monotonic)
 
 
 class VisionFeatureSSDCache:
@@ -83,6 +85,8 @@ class VisionFeatureSSDCache:
             blocks make room for them up to this limit.
         max_queue_bytes: bound of what waits for the writer thread; beyond it features are written when next used.
         free_reserve_bytes: free space that is left on the disk (default: 5% of it or 2 GB, whichever is less).
+        ttl_s: seconds after which features that were not used are removed from RAM and disk, or a little later;
+            0 is never. The shortest that was given for a folder holds.
 
     Caches on one folder in a process share its files, its writer thread, what is still to be written, and the lowest
     limit. A folder that cannot be used is no error: the log says so once, and features stay in RAM. Raises
@@ -97,18 +101,20 @@ class VisionFeatureSSDCache:
         max_disk_bytes: int = DEFAULT_DISK_BYTES,
         max_queue_bytes: int = DEFAULT_QUEUE_BYTES,
         free_reserve_bytes: int | None = None,
+        ttl_s: float = 0,
     ) -> None:
         if max_memory_entries < 0:
             raise ValueError(f"max_memory_entries cannot be negative: {max_memory_entries}")
         self.stats = VisionFeatureStats()
         self._max_entries = max_memory_entries
+        self._ttl_s = ttl_s
         self._memory_lock = threading.Lock()
         self._memory: OrderedDict[FeatureKey, _Held] = OrderedDict()
         self._closed = False
         self._files: FeatureFolder | None = None
         if cache_dir is not None and max_disk_bytes > 0:
             folder = Path(cache_dir).expanduser()
-            self._files = open_features(folder, max_disk_bytes, max_queue_bytes, free_reserve_bytes)
+            self._files = open_features(folder, max_disk_bytes, max_queue_bytes, free_reserve_bytes, ttl_s)
             self._files.add_user(self)
             self.stats.files = self._files.counts
 
@@ -123,6 +129,7 @@ class VisionFeatureSSDCache:
         with self._memory_lock:
             if self._closed:
                 return
+            self._expire()
             self._remember(key, held)  # first: what leaves RAM needs room in the queue more than what stays
             self._put_file(key, held)
         if self._files is not None:
@@ -135,9 +142,11 @@ class VisionFeatureSSDCache:
         """
         key = _key(image_hash, model_name)
         with self._memory_lock:
+            self._expire()
             held = self._memory.get(key)
             if held is not None:
                 self._memory.move_to_end(key)
+                held.used = time.monotonic()
                 if held.wants_file and self._files is not None and not self._files.touch(key):
                     self._put_file(key, held)  # its write had failed, or its file is lost
                 self.stats.hits += 1
@@ -182,6 +191,14 @@ class VisionFeatureSSDCache:
             self.stats.evictions += 1
             if dropped.wants_file and self._files is not None and not self._files.has(oldest):
                 self._put_file(oldest, dropped)
+
+    def _expire(self) -> None:
+        """What was not used for too long is not found. The folder says so too, for what has a file."""
+        while self._ttl_s and self._memory:
+            oldest, held = next(iter(self._memory.items()))
+            if time.monotonic() - held.used < self._ttl_s:
+                return
+            del self._memory[oldest]
 
     def _put_file(self, key: FeatureKey, held: _Held) -> None:
         # The writer gets the array's memory as bytes and makes no MLX call.

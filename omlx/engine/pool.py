@@ -8,11 +8,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from omlx.cache.conversation import Forgotten
 from omlx.cache.grid import PrefillGrid
 from omlx.cache.layer_state import CacheLayout
 from omlx.cache.prefix_cache import CacheIdentity
 from omlx.cache.probe import PrefixProbe
-from omlx.cache.tiered_manager import Cleared, TieredCacheManager, clear_cache
+from omlx.cache.tiered_manager import Cleared, TieredCacheManager, clear_cache, open_root, stored_by_model
 from omlx.engine.core import Engine, MLXThread, Streams
 from omlx.errors import ModelError, NotFound, Overloaded
 from omlx.memory_monitor import MemoryMonitor
@@ -22,16 +23,20 @@ from omlx.model.progress import folder_bytes
 from omlx.model.runner import TextRunner, numerics
 from omlx.scheduler import Scheduler, SchedulerConfig
 from omlx.sizes import format_size
+from omlx.storage.disk_store import DiskStore, release_store
 from omlx.storage.folder import StoreLocked
 from omlx.storage.hot_tier import HotTier
 
 log = logging.getLogger(__name__)
 
 _READY_WITHIN_S = 5.0
+_FORGET_WITHIN_S = 30.0
+_THREAD_STOPS_WITHIN_S = 5.0
 
 # Figures of single models that make sense as a sum; what is shared is measured once.
 _SUMMED = (
-    "hits", "misses", "restores", "evictions", "damaged", "blocks_hot", "requests_with_blocks", "blocks_in_use",
+    "hits", "misses", "restores", "evictions", "expired", "damaged", "files_written", "bytes_written", "unsaved_bytes",
+    "blocks_hot", "requests_with_blocks", "blocks_in_use",
     "kv_bytes", "kv_tokens", "running_requests", "waiting_requests", "requests", "prompt_tokens",
     "cached_ram_tokens", "cached_ssd_tokens", "generated_tokens",
 )  # fmt: skip
@@ -68,6 +73,7 @@ class EnginePool:
         self._hot = HotTier(config.hot_cache_max_size)
         self.memory = MemoryMonitor(self._hot, config.max_process_memory)
         self._thread = MLXThread(self._watch_memory)
+        self._root: DiskStore | None = None
         self._loaded: dict[str, _Loaded] = {}
         self._locks: dict[str, asyncio.Lock] = {}
 
@@ -77,8 +83,9 @@ class EnginePool:
         return known.get(path, path.resolve().name)
 
     async def start(self) -> None:
-        """Starts the MLX thread and loads the model that was named. Raises ModelError."""
+        """Starts the MLX thread, opens the cache folder and loads the model that was named. Raises ModelError."""
         self._thread.start()
+        await asyncio.to_thread(self._hold_root)
         if self._only is not None:
             await self.get(self._only_name)
 
@@ -88,13 +95,27 @@ class EnginePool:
         await asyncio.to_thread(self._stop, deadline)
 
     def _stop(self, deadline: float) -> None:
-        if not self._thread.stop(max(0.1, (deadline - time.monotonic()) / 2)):
+        if not self._thread.stop(min(_THREAD_STOPS_WITHIN_S, max(0.1, (deadline - time.monotonic()) / 2))):
             log.warning("the MLX thread is still at work; its requests are dropped")
+        written = True
         for loaded in self._loaded.values():
             if loaded.tiers is not None:
                 self.memory.forget(loaded.tiers)
-                loaded.tiers.close(max(0.1, deadline - time.monotonic() - 0.5))
+                written = loaded.tiers.close(max(0.1, deadline - time.monotonic() - 0.5)) and written
         self._loaded.clear()
+        if self._root is not None:
+            written = release_store(self._root, max(0.1, deadline - time.monotonic() - 0.1)) and written
+            self._root = None
+        if not written:
+            log.warning("the server had no time to write all that the cache was to keep: the rest is lost")
+
+    def _hold_root(self) -> None:
+        """Keeps the cache folder open, whether a model is loaded or not: its limits hold, and blocks expire."""
+        if self._root is None:
+            try:
+                self._root = open_root(self.config)
+            except StoreLocked:
+                return  # said when a model is loaded, which tries again
 
     def models(self) -> list[ServedModel]:
         """What can be asked for, in name order."""
@@ -147,7 +168,8 @@ class EnginePool:
     # ---- what operators see and do
 
     async def cache_figures(self) -> dict[str, Any]:
-        """What caches and running requests hold: `total`, and `models` by name for those that are loaded.
+        """What caches and running requests hold: `total`, `models` by name for those that are loaded, and `stored`:
+        who has how many blocks, models that are not loaded among them.
 
         Bytes unless a name says otherwise. Raises Overloaded if the MLX thread is busy for too long.
         """
@@ -163,11 +185,18 @@ class EnginePool:
         models = {name: _model_figures(loaded) for name, loaded in list(self._loaded.items())}
         total: dict[str, Any] = {key: sum(figures.get(key, 0) for figures in models.values()) for key in _SUMMED}
         stores = [loaded.tiers.store.stats() for loaded in list(self._loaded.values()) if loaded.tiers is not None]
-        ssd = max((stats.ssd_total_bytes for stats in stores), default=0)
+        ssd = max((stats.ssd_total_bytes for stats in stores), default=self._root.blocks.bytes if self._root else 0)
         queue = max((stats.queue_bytes for stats in stores), default=0)
         total |= asdict(self.memory.figures()) | {"max_kv_cache_memory": self.config.max_kv_cache_memory}
         total["bytes"] = {"ram": self._hot.bytes, "ssd": ssd, "queue": queue}
-        return {"total": total, "models": models}
+        return {"total": total, "models": models, "stored": self._stored()}
+
+    def _stored(self) -> list[dict[str, Any]]:
+        managers = [loaded.tiers for loaded in list(self._loaded.values()) if loaded.tiers is not None]
+        return [
+            model._asdict() | {"ram": model.ram._asdict(), "ssd": model.ssd._asdict()}
+            for model in stored_by_model(managers, self._root)
+        ]
 
     async def _step_ended(self) -> None:
         """Waits for the step that is under way: a request has its whole answer before its state is stored."""
@@ -183,14 +212,37 @@ class EnginePool:
         tiers = self._loaded[name].tiers
         return None if tiers is None else await asyncio.to_thread(tiers.prefix_cache.probe, tokens, salt)
 
-    async def clear_cache(self, name: str | None = None) -> Cleared:
+    async def clear_cache(self, name: str | None = None, older_than_s: float | None = None) -> Cleared:
         """Deletes the stored blocks of one model or of all, loaded or not; those of running requests stay.
 
-        A name without blocks gives zeros. Raises StoreLocked if another process works on the cache folder.
+        With `older_than_s` only what was not used for so many seconds. A name without blocks gives zeros. Raises
+        StoreLocked if another process works on the cache folder.
         """
         await self._step_ended()
         managers = [loaded.tiers for loaded in self._loaded.values() if loaded.tiers is not None]
-        return await asyncio.to_thread(clear_cache, self.config, managers, name)
+        before_ns = None if older_than_s is None else time.time_ns() - int(older_than_s * 1e9)
+        return await asyncio.to_thread(clear_cache, self.config, managers, name, before_ns)
+
+    async def forget_conversation(self, name: str, tokens: Sequence[int], salt: str = "") -> Forgotten:
+        """Deletes what is stored of a prompt and of what continues it, but for what other conversations share.
+
+        Loads the model if it is not yet. Raises NotFound, ModelError, and Overloaded if the MLX thread is busy for too
+        long.
+        """
+        await self.get(name)
+        tiers = self._loaded[name].tiers
+        if tiers is None:
+            return Forgotten(0, 0, len(tokens), 0, None)
+        await self._step_ended()
+        cache = tiers.prefix_cache
+        conversation = await asyncio.to_thread(cache.conversation, tokens, salt)
+        try:  # between two steps: nobody matches or stores then
+            work = asyncio.wrap_future(self._thread.call(lambda: cache.forget(conversation)))
+            done = await asyncio.wait_for(work, _FORGET_WITHIN_S)
+        except TimeoutError:
+            raise Overloaded("the engine is busy loading a model or with a long step; try again later") from None
+        await asyncio.to_thread(tiers.store.settle, _FORGET_WITHIN_S)
+        return done
 
     def _load(self, served: ServedModel) -> _Loaded:
         """Builds a model's whole stack; runs on the MLX thread."""
@@ -220,6 +272,7 @@ class EnginePool:
 
     def _open_tiers(self, name: str, identity: CacheIdentity) -> TieredCacheManager | None:
         config = self.config
+        self._hold_root()
         try:
             return self._tiers(config, name, identity) if config.enabled else None
         except StoreLocked as error:

@@ -6,11 +6,13 @@ import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 from omlx.storage.block_table import BlockTable, Change, Entry, Packed, Pending, Row, WriteFile
 from omlx.storage.bookkeeping import Gone, GoneBlocks, Key, Pins
+from omlx.storage.eviction import EvictionOrder
 from omlx.storage.folder import block_path
 from omlx.storage.snapshot import snapshot_bytes
 from omlx.storage.tensor_file import BlockBuffer, BlockMeta
@@ -28,9 +30,21 @@ class FolderCounts:
     """What happened to one model's blocks on disk since the store was opened."""
 
     evictions: int = 0
+    expired: int = 0
     damaged: int = 0
     write_errors: int = 0
     dropped_writes: int = 0
+    files_written: int = 0
+    bytes_written: int = 0
+
+
+class FolderFigures(NamedTuple):
+    """What a model has on disk. `last_used_ns`: nanoseconds since the epoch, 0 if that is not known."""
+
+    blocks: int
+    tokens: int
+    bytes: int
+    last_used_ns: int
 
 
 class _Waiting(NamedTuple):
@@ -45,8 +59,8 @@ class BlockLedger:
     """The blocks of all models under one root, within `max_bytes` of files; thread-safe.
 
     Decisions become tasks of the queue, in an order that keeps the files within the limit at every
-    moment: what makes room is removed before the block that needs it is written. Least recently used
-    blocks go first, pinned ones never.
+    moment: what makes room is removed before the block that needs it is written. An EvictionOrder says
+    what goes first; pinned blocks never do.
     """
 
     def __init__(self, root: Path, max_bytes: int, reserve_bytes: int | None, queue: WriteQueue) -> None:
@@ -60,6 +74,8 @@ class BlockLedger:
         self._gone = GoneBlocks()
         self._waiting: dict[Key, _Waiting] = {}
         self._doomed: set[Path] = set()  # files whose removal is queued
+        self._failing = False  # whether a write failed and none was done since
+        self._eviction = EvictionOrder(self._table)
         self._stuck: dict[Key, int] = {}  # bytes of files that could not be removed
         self._removals_fail = False
         self._counts: defaultdict[str, FolderCounts] = defaultdict(FolderCounts)
@@ -94,10 +110,10 @@ class BlockLedger:
             entries = self._table.entries()
             return [e.meta for e in entries if e.folder == folder and not e.stale and e.identified]
 
-    def children(self, folder: str, parent: bytes) -> list[Entry]:
+    def children(self, folder: str, parent: bytes, most: int = _MOST_CHILDREN) -> list[Entry]:
         """Blocks that follow a block, the last one added first; the latest 256 if there are more."""
         with self._lock:
-            return self._table.children((folder, parent), _MOST_CHILDREN)
+            return self._table.children((folder, parent), most)
 
     def state(self, key: Key) -> Literal["writing", "ssd"] | None:
         entry = self.entry(key)
@@ -123,6 +139,16 @@ class BlockLedger:
         with self._lock:
             return self._table.folder_tokens[folder]
 
+    def figures(self) -> dict[str, FolderFigures]:
+        """What each model's folder holds."""
+        with self._lock:
+            t = self._table
+            return {
+                folder: FolderFigures(n, t.folder_tokens[folder], t.folder_bytes[folder], t.folder_used.get(folder, 0))
+                for folder, n in t.folder_blocks.items()
+                if n
+            }
+
     def gone_after(self, folder: str, parent: bytes) -> list[Gone]:
         """The blocks with this parent that were given up of late, the last one last."""
         with self._lock:
@@ -145,11 +171,21 @@ class BlockLedger:
 
     # ---- keeping blocks
 
-    def put(self, folder: str, meta: BlockMeta, block: BlockBuffer, write: WriteFile, *, may_wait: bool) -> PutResult:
+    def put(
+        self,
+        folder: str,
+        meta: BlockMeta,
+        block: BlockBuffer,
+        write: WriteFile,
+        *,
+        may_wait: bool,
+        only_copy: bool = False,
+    ) -> PutResult:
         """Queues a block's file; the block is readable from now on.
 
         A block that is here already is left alone. With the queue full the answer is "waiting" if it
-        `may_wait`: it is queued when there is room, if somebody else still keeps the buffer then.
+        `may_wait`: it is queued when there is room, if somebody else still keeps the buffer then. So it is
+        while writes fail if it is the `only_copy`, which whoever asks gives up on any other answer.
         """
         key = (folder, meta.block_hash)
         with self._lock:
@@ -157,10 +193,11 @@ class BlockLedger:
                 return "queued"
             if self._closed or meta.file_size > self._limit():
                 return "declined"
-            if self._queue.has_room(meta.file_size):
+            if self._queue.has_room(meta.file_size) and not (only_copy and self._failing):
                 return self._enqueue(key, meta, block, write)
             if may_wait:
                 self._wait(key, meta, block, write)
+                self._queue.wake_in(0)
                 return "waiting"
             self._counts[folder].dropped_writes += 1
             return "declined"
@@ -207,20 +244,25 @@ class BlockLedger:
             return False  # more of what can be read would be given up, and nothing gained
         if not nbytes:
             excess -= sum(self._stuck.values())
-        victims = []
-        for entry in self._table.entries() if excess > 0 else ():
-            if entry.key not in self._pins and entry.key not in self._stuck:
-                victims.append(entry)
+        victims: dict[Key, Entry] = {}
+        for entry in self._eviction if excess > 0 else ():
+            if entry.key not in self._pins and entry.key not in self._stuck and entry.key not in victims:
+                victims[entry.key] = entry
                 excess -= entry.meta.file_size
                 if excess <= 0:
                     break
         if excess > 0 and nbytes:
             return False
-        for entry in victims:
+        for entry in victims.values():
             self._counts[entry.folder].evictions += 1
             self._gone.add(entry.folder, entry.meta, "evicted")
             self._delete(entry.key)
         return excess <= 0
+
+    def use_numerics(self, folder: str, numerics: str | None) -> None:
+        """Says under which numerics a model's blocks can be used now; None under any."""
+        with self._lock:
+            self._eviction.use_numerics(folder, numerics)
 
     def _limit(self) -> int:
         """What block files may take up; closing the store needs room for a snapshot of the index."""
@@ -283,6 +325,27 @@ class BlockLedger:
                 self._delete(entry.key)
             return {entry.key: entry.meta.file_size for entry in entries}
 
+    def unused_since(self, before_ns: int, folder: str | None = None) -> list[Entry]:
+        """The blocks of a model, or of all, that were last used before then (nanoseconds since the epoch) and are
+        not pinned; files that are never read among them, whenever they were made.
+        """
+        with self._lock:
+            old = takewhile(lambda entry: entry.used < before_ns, self._table.entries())
+            return [e for e in old if folder in (None, e.folder) and e.key not in self._pins]
+
+    def remove_unused(self, entries: Iterable[Entry], before_ns: int, reason: str) -> dict[Key, int]:
+        """Deletes those of `unused_since` that were not used meanwhile; returns them with their bytes."""
+        removed = {}
+        with self._lock:
+            for entry in entries:
+                now = self._table.get(entry.key) or entry
+                if self._table.known(entry.key) and now.used < before_ns and entry.key not in self._pins:
+                    self._counts[entry.folder].expired += reason == "expired"
+                    self._gone.add(entry.folder, entry.meta, reason)
+                    self._delete(entry.key)
+                    removed[entry.key] = entry.meta.file_size
+        return removed
+
     def drop_damaged(self, entry: Entry) -> bool:
         """Deletes a block that could not be read. False if it is not in force any more."""
         with self._lock:
@@ -322,16 +385,21 @@ class BlockLedger:
 
     def written(self, entry: Entry) -> None:
         with self._lock:
+            self._failing = False
+            self._counts[entry.folder].files_written += 1
+            self._counts[entry.folder].bytes_written += entry.meta.file_size
             if self._table.holds(entry):
                 self._table.written(entry)
 
-    def write_failed(self, entry: Entry, pending: Pending) -> None:
-        """The entry goes; the block is tried again later if RAM has it."""
+    def write_failed(self, entry: Entry, pending: Pending, *, for_good: bool = False) -> None:
+        """The entry goes; the block is tried again later if RAM has it, unless it failed `for_good`."""
         with self._lock:
             self._counts[entry.folder].write_errors += 1
+            self._failing = self._failing or not for_good
             if self._table.holds(entry):
                 self._table.remove(entry.key)
-                self._wait(entry.key, entry.meta, pending.block, pending.write)
+                if not for_good:
+                    self._wait(entry.key, entry.meta, pending.block, pending.write)
 
     def unlinked(self, path: Path) -> None:
         with self._lock:
@@ -407,6 +475,7 @@ class BlockLedger:
         """Sorts by last use and meets the limit, after blocks were found."""
         with self._lock:
             self._table.sort()
+            self._eviction.refresh()
             self._make_room(0)
 
     def load(self, packed: Packed, index_bytes: int) -> None:
@@ -414,6 +483,7 @@ class BlockLedger:
         with self._lock:
             self._index_bytes = index_bytes
             self._table.load(packed)
+            self._eviction.refresh()
 
     def set_space(self, disk_bytes: int, free_bytes: int) -> float:
         """How large the disk is and what is free on it; meets the limit that follows from it.

@@ -54,6 +54,16 @@ Row = tuple[str, bytes, bytes, int, int, int, str, str, int, int, int]
 Change = tuple[Key, Row | None]  # None: the row goes
 _TYPES = (str, bytes, bytes, int, int, int, str, str, int, int, int)
 
+
+@dataclass(slots=True)
+class Slots:
+    """Places in the table with the serials of their entries then, and how many of the first are known to be gone."""
+
+    slots: Array
+    serials: Array
+    gone: int = 0
+
+
 _META_COLUMNS = ("parent_length", "token_count", "start", "exact_tokens", "cuts", "numerics", "file_size")
 _FEW = 16  # blocks that are found faster one by one
 _GROWTH = 1.5
@@ -134,6 +144,9 @@ class BlockTable:
         column = {name: self._records.column(name, 1, count) for name in ("folder", "file_size", "token_count", "used")}
         self.bytes = int(column["file_size"].sum())
         self._last_used = max(self._last_used, int(column["used"].max(initial=0)))
+        last = np.zeros(len(self._folders.texts), np.int64)
+        np.maximum.at(last, column["folder"], column["used"])
+        self.folder_used = dict(zip(self._folders.texts, last.tolist(), strict=True))
         self.folder_blocks, self.folder_bytes, self.folder_tokens = (
             self._sums(column["folder"], weights) for weights in (None, column["file_size"], column["token_count"])
         )
@@ -229,6 +242,23 @@ class BlockTable:
                     break
         return found
 
+    def under_other_numerics(self, folder: str, numerics: str) -> Slots:
+        """The folder's blocks that may be read and were made under other numerics, least recently used first."""
+        slots, a = self._slots(), self._records.arrays
+        other = (a["folder"][slots] == self._folders.find(folder)) & (a["stale"][slots] == _OK)
+        slots = slots[other & (a["numerics"][slots] != self._numerics.find(numerics))]
+        slots = slots[np.argsort(a["used"][slots], kind="stable")]
+        return Slots(slots, self._serials[slots])
+
+    def still_there(self, slots: Slots) -> Iterator[Entry]:
+        """Those entries that are in force still."""
+        for place in range(slots.gone, len(slots.slots)):
+            slot = int(slots.slots[place])
+            if self._serials[slot] == slots.serials[place]:
+                yield self._entry(slot)
+            elif place == slots.gone:
+                slots.gone += 1
+
     def _parent_of(self, slot: int) -> bytes:
         at = slot * NAME_BYTES
         return bytes(self._parent[at : at + self._parent_length[slot]])
@@ -277,6 +307,7 @@ class BlockTable:
         if entry.pending is not None:
             self._pending[slot] = entry.pending
         self._last_used = max(self._last_used, entry.used)
+        self.folder_used[entry.folder] = max(entry.used, self.folder_used.get(entry.folder, 0))
         self._by_hash.add(short_key(entry.meta.block_hash), slot)
         self._by_parent.add(short_key(entry.meta.parent), slot)
         self._order.append(slot)
@@ -341,7 +372,7 @@ class BlockTable:
         """Makes the entry the most recently used."""
         slot = self._slot(key)
         if slot and not self._stale[slot]:
-            self._used[slot] = self.stamp()
+            self._used[slot] = self.folder_used[key[0]] = self.stamp()
             self._order.remove(slot)
             self._order.append(slot)
             self._note(slot, key)

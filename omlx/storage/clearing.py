@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from omlx.errors import OmlxError
+from omlx.storage.bookkeeping import Key
 from omlx.storage.disk_index import IndexFile
-from omlx.storage.folder import INDEX_NAME, FolderLock, walk
-from omlx.storage.survey import Wanted, everything, features, folder_of
+from omlx.storage.folder import INDEX_NAME, FolderLock, block_path, walk
+from omlx.storage.survey import Wanted, blocks, everything, features, folder_of
 
 
 class Cleared(NamedTuple):
@@ -20,8 +21,11 @@ class Cleared(NamedTuple):
     images: int
 
 
-def clear(root: Path, wanted: Wanted = everything) -> Cleared:
+def clear(root: Path, wanted: Wanted = everything, before_ns: int | None = None) -> Cleared:
     """Deletes the blocks in the wanted folders with their index entries, and image features; else nothing.
+
+    With `before_ns` (nanoseconds since the epoch) only what was last used before then; of a file of another
+    version the time counts at which it was made.
 
     Raises StoreLocked if a process works on the root, OmlxError if something cannot be deleted.
     """
@@ -29,8 +33,9 @@ def clear(root: Path, wanted: Wanted = everything) -> Cleared:
         with _locked(root):
             index = IndexFile(root / INDEX_NAME)
             try:
-                cleared = _delete_files(root, wanted)
-                gone = [key for key in index.rows() if wanted(key[0])]
+                spared = set() if before_ns is None else _used_since(root, wanted, before_ns)
+                cleared = _delete_files(root, wanted, spared, before_ns)
+                gone = [key for key in index.rows() if wanted(key[0]) and key not in spared]
                 index.save([(key, None) for key in gone])
             except BaseException:
                 index.close(None)  # the next start compares files and index
@@ -50,22 +55,27 @@ def _locked(root: Path) -> Iterator[None]:
         lock.release()
 
 
-def _delete_files(root: Path, wanted: Wanted) -> Cleared:
-    blocks = size = 0
+def _used_since(root: Path, wanted: Wanted, since_ns: int) -> set[Key]:
+    found = ((entry, block_path(root, entry.key)) for entry in blocks(root, wanted))
+    return {entry.key for entry, path in found if (entry.used or path.lstat().st_mtime_ns) >= since_ns}
+
+
+def _delete_files(root: Path, wanted: Wanted, spared: set[Key], before_ns: int | None) -> Cleared:
+    count = size = 0
     shards = set()
     for file in list(walk(root)):
         shard = file.path.parent
-        if not wanted(folder_of(root, shard)) or file.path.is_dir():
+        if not wanted(folder_of(root, shard)) or file.path.is_dir() or file.key in spared:
             continue
         if file.key is not None:
-            blocks, size = blocks + 1, size + file.path.lstat().st_size
+            count, size = count + 1, size + file.path.lstat().st_size
         file.path.unlink(missing_ok=True)
         shards.add(shard)
-    images = features(root, wanted)
+    images = [f for f in features(root, wanted) if before_ns is None or f.path.stat().st_mtime_ns < before_ns]
     for image in images:
         image.path.unlink(missing_ok=True)
     _remove_empty(root, shards | {image.path.parent for image in images})
-    return Cleared(blocks, size + sum(image.nbytes for image in images), len(images))
+    return Cleared(count, size + sum(image.nbytes for image in images), len(images))
 
 
 def _remove_empty(root: Path, emptied: set[Path]) -> None:

@@ -22,6 +22,7 @@ from omlx.storage.block_ledger import BlockLedger
 from omlx.storage.block_table import Change, Entry, Pending
 from omlx.storage.bookkeeping import Key, RecentTokens
 from omlx.storage.disk_index import IndexFile, is_lost
+from omlx.storage.expiry import Expiry
 from omlx.storage.folder import (
     INDEX_NAME,
     FolderLock,
@@ -41,12 +42,16 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 DEFAULT_QUEUE_BYTES = 256 << 20
+Sweep = Callable[[int], None]
+"""Drops what was last used before a time (nanoseconds since the epoch)."""
 
 _COMMIT_ROWS = 64  # small transactions keep SQLite's journal small
 _OPEN_WAIT_S = 2.0  # a start waits this long for the index to be complete, then goes on without
 _RETRY_S = (0.5, 30.0)  # after a failure: first wait, longest wait
 _EXIT_TIMEOUT_S = 30.0
 _SETTLE_S = 10.0  # how long a file beside the blocks waits for the removals that make room for it
+# The name or the place of the file is of no use, and will be at every try.
+_FOR_GOOD = frozenset((errno.ENAMETOOLONG, errno.ENOTDIR, errno.EEXIST, errno.EINVAL))
 # Nothing is wrong with the file: the process or the machine was short of something.
 _PASSING = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.EAGAIN))
 
@@ -65,8 +70,11 @@ class DiskStore:
     empty, says so once in the log, and tries again. Raises StoreLocked if another process has it.
     """
 
-    def __init__(self, root: Path, max_bytes: int, queue_bytes: int, reserve_bytes: int | None) -> None:
+    def __init__(
+        self, root: Path, max_bytes: int, queue_bytes: int, reserve_bytes: int | None, ttl_s: float = 0
+    ) -> None:
         self.root = root
+        self.sweeps: set[Sweep] = set()  # called when blocks expire: what else was not used since then has to go
         self.index_damaged = 0  # how often the index file had to be made anew
         self._queue = WriteQueue("omlx-writer", queue_bytes, self._work, self._rest, self._end)
         self.blocks = BlockLedger(root, max_bytes, reserve_bytes, self._queue)
@@ -82,6 +90,8 @@ class DiskStore:
         self._recovery: threading.Thread | None = None
         self._troubles = Troubles(f"cache folder {root}", "serving goes on without it")
         self._retry_s, self._retry_at = _RETRY_S[0], 0.0
+        self._said_for_good: set[tuple[str, int | None]] = set()
+        self._expiry = Expiry(ttl_s, self._queue.wake_in)
         try:
             self._connect()
         except OSError as exc:
@@ -118,9 +128,9 @@ class DiskStore:
                 # It was evicted or written again meanwhile: look once more.
         return None
 
-    def children(self, folder: str, parent: bytes) -> list[BlockMeta]:
+    def children(self, folder: str, parent: bytes, **most: int) -> list[BlockMeta]:
         """The blocks that follow a block, the last one added first, with their tokens; may read heads of files."""
-        found = ((entry, self.tokens(entry)) for entry in self.blocks.children(folder, parent))
+        found = ((entry, self.tokens(entry)) for entry in self.blocks.children(folder, parent, **most))
         return [entry.meta._replace(tokens=tokens) for entry, tokens in found if tokens is not None]
 
     def tokens(self, entry: Entry) -> bytes | None:
@@ -160,6 +170,7 @@ class DiskStore:
         if self.blocks.changes >= _COMMIT_ROWS:
             self._commit()
         self._queue_waiting()
+        self._expire()
 
     def _write(self, entry: Entry) -> None:
         pending = self.blocks.pending(entry)
@@ -173,8 +184,12 @@ class DiskStore:
                 self._commit()
             self._write_file(path, pending, entry.meta)
         except (OSError, StoreLocked) as exc:
-            self._write_failed(entry, pending)
-            self._trouble("write", exc)
+            for_good = isinstance(exc, OSError) and exc.errno in _FOR_GOOD and self._connected()
+            self._write_failed(entry, pending, for_good=for_good)
+            if for_good:
+                self._say_for_good(entry.folder, exc)
+            else:
+                self._trouble("write", exc)
         except BaseException:  # the entry must not stay, whatever this was
             self._write_failed(entry, pending)
             raise
@@ -182,9 +197,10 @@ class DiskStore:
             self.blocks.written(entry)
             self._works("open", "read", "write")
 
-    def _write_failed(self, entry: Entry, pending: Pending) -> None:
-        self.blocks.write_failed(entry, pending)
-        self._back_off()
+    def _write_failed(self, entry: Entry, pending: Pending, *, for_good: bool = False) -> None:
+        self.blocks.write_failed(entry, pending, for_good=for_good)
+        if not for_good:
+            self._back_off()
 
     def _make_space(self, nbytes: int) -> None:
         """Removes what has to go before a file of that size is written. Raises OSError if the disk has no room then.
@@ -254,6 +270,7 @@ class DiskStore:
                 self._back_off()
                 self._trouble("open", exc)
         self._measure()
+        self._expire()
         self._commit()
 
     def _end(self) -> None:
@@ -298,6 +315,8 @@ class DiskStore:
         if not as_left:
             self.blocks.mark_all_changed()
         self._measure()
+        self._expiry.look_again()
+        self._expire()
         self.blocks.make_room()
 
     def _disconnect(self, *, clean: bool) -> None:
@@ -326,13 +345,43 @@ class DiskStore:
             self._recovery.start()
         else:
             self._complete.set()
+        self._expiry.look_again()
 
     def _identify(self, found: list[Entry]) -> None:
         identify(self.root, found, self._identified, self._stop_recovery)
         if not self._stop_recovery.is_set():
             self.blocks.in_order()
+            self._expiry.look_again()
             self._queue.wake_in(0)
             self._complete.set()
+
+    # ---- age
+
+    def lower_ttl(self, ttl_s: float) -> None:
+        """Blocks expire after the shortest time that a user gave; 0 is none."""
+        self._expiry.lower(ttl_s)
+
+    def _expire(self) -> None:
+        """Removes what was not used for too long, if it is time to look for that."""
+        before_ns = self._expiry.due()
+        if before_ns is not None:
+            self.remove_unused(before_ns, reason="expired")
+            for sweep in list(self.sweeps):
+                sweep(before_ns)
+
+    def remove_unused(self, before_ns: int, folder: str | None = None, *, reason: str = "cleared") -> dict[Key, int]:
+        """Deletes the blocks of a model, or of all, that were last used before then and are not pinned.
+
+        Returns them with their bytes. Of a file that is never read the time counts at which it was made.
+        """
+        old = [e for e in self.blocks.unused_since(before_ns, folder) if not e.stale or self._made(e) < before_ns]
+        return self.blocks.remove_unused(old, before_ns, reason)
+
+    def _made(self, entry: Entry) -> int:
+        try:
+            return block_path(self.root, entry.key).stat().st_mtime_ns
+        except OSError:
+            return 0
 
     def _identified(self, entry: Entry, result: Entry | DamagedBlock) -> None:
         damaged = isinstance(result, DamagedBlock)
@@ -407,6 +456,16 @@ class DiskStore:
     def _trouble(self, what: str, error: Exception) -> None:
         # The index fails with the files, and everything without the folder.
         self._troubles.note(what, error, follows=what == "index" or not self._connected())
+
+    def _say_for_good(self, folder: str, error: Exception) -> None:
+        """Says once, for each model and kind of error, that a block's file cannot be made."""
+        what = folder, getattr(error, "errno", None)
+        if what not in self._said_for_good:
+            log.warning(
+                "cache folder %s, %s: %s; such a block stays in RAM and is not tried again until it is next saved",
+                self.root, folder or "no model", error,
+            )  # fmt: skip
+        self._said_for_good.add(what)
 
     def _works(self, *what: str) -> None:
         if "open" in what:
@@ -484,18 +543,21 @@ _side_bytes: dict[Path, int] = {}  # what others keep in folders that lie, or ma
 _registry_lock = threading.Lock()
 
 
-def open_store(root: Path, max_bytes: int, queue_bytes: int, reserve_bytes: int | None = None) -> DiskStore:
-    """The store of this root, opened by the first of its users; the lowest limit holds. Raises StoreLocked."""
+def open_store(
+    root: Path, max_bytes: int, queue_bytes: int, reserve_bytes: int | None = None, ttl_s: float = 0
+) -> DiskStore:
+    """The store of this root, opened by the first of its users; the lowest limits hold. Raises StoreLocked."""
     root = Path(os.path.realpath(root))
     with _registry_lock:
         store, users = _open_stores.get(root, (None, 0))
         if store is None:
-            store = DiskStore(root, max_bytes, queue_bytes, reserve_bytes)
+            store = DiskStore(root, max_bytes, queue_bytes, reserve_bytes, ttl_s)
             for folder, nbytes in _side_bytes.items():
                 if folder.is_relative_to(root):
                     store.blocks.count_other_files(str(folder), nbytes)
         else:
             store.blocks.lower_limit(max_bytes)
+            store.lower_ttl(ttl_s)
         _open_stores[root] = (store, users + 1)
         return store
 

@@ -23,6 +23,7 @@ import psutil
 from omlx.sizes import format_size
 from omlx.storage.block_ledger import RESERVE_BYTES, RESERVE_SHARE
 from omlx.storage.disk_store import count_side_files, reserve_side_files, side_room
+from omlx.storage.expiry import Expiry
 from omlx.storage.feature_file import (
     SUFFIX,
     FeatureKey,
@@ -66,6 +67,7 @@ class FeatureCounts:
     """
 
     evictions: int = 0
+    expired: int = 0
     damaged: int = 0
     read_errors: int = 0
     write_errors: int = 0
@@ -105,7 +107,9 @@ class FeatureFolder:
     Other processes may use the folder as well: their files are found when they are asked for.
     """
 
-    def __init__(self, path: Path, max_bytes: int, queue_bytes: int, reserve_bytes: int | None) -> None:
+    def __init__(
+        self, path: Path, max_bytes: int, queue_bytes: int, reserve_bytes: int | None, ttl_s: float = 0
+    ) -> None:
         self.path = path
         self.counts = FeatureCounts()
         self._max_bytes = max_bytes
@@ -121,6 +125,7 @@ class FeatureFolder:
         self._troubles = Troubles(f"features folder {path}", "features stay in RAM")
         self._said_declined = False
         self._queue = WriteQueue("omlx-features", queue_bytes, self._work, self._rest, lambda: None)
+        self._expiry = Expiry(ttl_s, self._queue.wake_in)
         listed = threading.Event()
         self._queue.append(("call", lambda: self._start(listed)))
         self._queue.start()
@@ -392,11 +397,36 @@ class FeatureFolder:
             if self._unsure or not self.path.is_dir():
                 self._list()
             self._save_order()
+            self._expire()
             self._shrink(self._limit())
         except OSError as exc:
             self._unsure = True
             self._troubles.note("write", exc)
         count_side_files(self.path, self._bytes)
+
+    def _expire(self) -> None:
+        """Removes features that were not used for too long, if it is time to look for that."""
+        before_ns = self._expiry.due()
+        while before_ns is not None and (entry := self._oldest_before(before_ns)) is not None:
+            self._remove(entry.key)
+            self.counts.expired += 1
+            for user in list(self._users):
+                user.forget(entry.key)
+
+    def _oldest_before(self, before_ns: int) -> Entry | None:
+        """The features used longest ago, marked as gone, if that was before then. Their file's time says it."""
+        with self._lock:
+            entry = next((e for e in self._entries.values() if e.file_bytes and not e.gone), None)
+            if entry is None or entry.pending is not None or entry.key in self._used:
+                return None
+        with contextlib.suppress(FileNotFoundError):
+            if self._path(entry.key).stat().st_mtime_ns >= before_ns:
+                return None
+        with self._lock:
+            if self._entries.get(entry.key) is not entry or entry.key in self._used:
+                return None
+            entry.gone = True
+            return entry
 
     def _save_order(self) -> None:
         with self._lock:
@@ -445,10 +475,11 @@ class FeatureFolder:
             waiting = sum(feature_file_size(e.key, e.pending.specs[0]) for e in entries if e.pending is not None)
             return len(entries), waiting + sum(entry.file_bytes for entry in entries if entry.pending is None)
 
-    def lower_limit(self, max_bytes: int) -> None:
+    def lower_limit(self, max_bytes: int, ttl_s: float = 0) -> None:
         """Evicts what no longer fits. A limit is never raised: that of every user holds."""
         with self._lock:
             self._max_bytes = min(self._max_bytes, max_bytes)
+            self._expiry.lower(ttl_s)
         self._queue.wake_in(0)
 
     def flush(self, timeout_s: float | None = None) -> bool:
@@ -511,15 +542,17 @@ _open_folders: dict[Path, tuple[FeatureFolder, int]] = {}
 _registry_lock = threading.Lock()
 
 
-def open_features(path: Path, max_bytes: int, queue_bytes: int, reserve_bytes: int | None = None) -> FeatureFolder:
-    """The folder at this path, opened by the first of its users; the lowest limit holds."""
+def open_features(
+    path: Path, max_bytes: int, queue_bytes: int, reserve_bytes: int | None = None, ttl_s: float = 0
+) -> FeatureFolder:
+    """The folder at this path, opened by the first of its users; the lowest limits hold."""
     path = Path(os.path.realpath(path))
     with _registry_lock:
         folder, users = _open_folders.get(path, (None, 0))
         if folder is None:
-            folder = FeatureFolder(path, max_bytes, queue_bytes, reserve_bytes)
+            folder = FeatureFolder(path, max_bytes, queue_bytes, reserve_bytes, ttl_s)
         else:
-            folder.lower_limit(max_bytes)
+            folder.lower_limit(max_bytes, ttl_s)
         _open_folders[path] = (folder, users + 1)
         return folder
 

@@ -1,12 +1,16 @@
 """Blocks in RAM under a byte budget: first in, first out, by request."""
 
 import threading
+import time
 from collections import Counter, OrderedDict
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from omlx.storage.bookkeeping import ChildMap, Gone, GoneBlocks, Key, Pins
 from omlx.storage.tensor_file import BlockBuffer, BlockMeta, WholeBlock
+
+Save = Callable[[BlockBuffer, BlockMeta], bool]
+"""Queues a block's file, so that the block may leave RAM; False if it has to stay for now. Never waits."""
 
 
 @dataclass(slots=True, eq=False)
@@ -15,15 +19,21 @@ class _Held:
     meta: BlockMeta
     group: Hashable
     keep_parent: bool
+    save: Save | None
+    used: int  # nanoseconds since the epoch
+
+
+_MayLeave = Callable[[_Held], bool]
 
 
 class HotTier:
     """Blocks under a budget of `max_bytes` of payload; thread-safe, may be shared by several stores.
 
     Room is made from the oldest group (a request) on, within a group from its last block back: a
-    shared head outlives the tails that build on it. Never evicted: pinned blocks, and parents of
-    blocks that were put with `keep_parent`. Blocks whose file could not be queued yet
-    (`BlockBuffer.unsaved`) go only when nothing else is left.
+    shared head outlives the tails that build on it. A block that a later request used is in that one's
+    group. Never evicted: pinned blocks, and parents of blocks that were put with `keep_parent`. Blocks
+    without a file (`BlockBuffer.unsaved`) are handed to `save` when it is their turn; if that cannot take
+    them now, they go only when nothing else is left.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -37,24 +47,42 @@ class HotTier:
         self._gone = GoneBlocks()
         self._blocks: Counter[str] = Counter()
         self._bytes: Counter[str] = Counter()
+        self._tokens: Counter[str] = Counter()
         self._evictions: Counter[str] = Counter()
+        self._expired: Counter[str] = Counter()
+        self._last_used: Counter[str] = Counter()
 
-    def put(self, key: Key, block: BlockBuffer, meta: BlockMeta, *, group: Hashable, keep_parent: bool = False) -> bool:
-        """Takes the block in, replacing an older one. False, and nothing evicted, if there is no room for it."""
+    def put(
+        self,
+        key: Key,
+        block: BlockBuffer,
+        meta: BlockMeta,
+        *,
+        group: Hashable,
+        keep_parent: bool = False,
+        save: Save | None = None,
+        spare_unsaved: bool = False,
+    ) -> bool:
+        """Takes the block in, replacing an older one. False, and nothing evicted, if there is no room for it.
+
+        `save` is called when the block has to leave while it is `unsaved`. `spare_unsaved`: the block is not worth
+        one that only RAM has.
+        """
         with self._lock:
             old = self._held.get(key)
             need = self.bytes + block.nbytes - self.max_bytes - (old.block.nbytes if old else 0)
             keep = {key, (key[0], meta.parent)} if keep_parent else {key}
-            victims = self._victims(need, keep, spare_unsaved=False)
+            victims = self._victims(need, keep, (_saving(),) if spare_unsaved else (_saving(), _any))
             if victims is None:
                 return False
             self._evict(victims)
             if old is not None:
                 self._drop(key)
-            self._held[key] = _Held(block, meta, group, keep_parent)
+            self._held[key] = held = _Held(block, meta, group, keep_parent, save, time.time_ns())
             self._groups.setdefault(group, {})[key] = None
             self._children.add((key[0], meta.parent), key[1])
-            self._count(key, 1, block.nbytes)
+            self._count(key, held, 1)
+            self._last_used[key[0]] = held.used
             return True
 
     def get(self, key: Key) -> BlockBuffer | None:
@@ -90,19 +118,65 @@ class HotTier:
         with self._lock:
             return key in self._held and self._drop(key)
 
-    def clear(self, name: str, *, spare_pinned: bool = False) -> list[BlockMeta]:
-        """Drops all blocks of one store; returns them."""
+    def mark_used(self, keys: Sequence[Key]) -> None:
+        """Says that blocks were used; when they leave to make room does not change."""
         with self._lock:
-            keys = [key for key in self._held if key[0] == name and not (spare_pinned and key in self._pins)]
-            metas = [self._held[key].meta for key in keys]
-            for key in keys:
-                self._drop(key)
-            return metas
+            self._mark_used(key for key in keys if key in self._held)
+
+    def renew(self, keys: Sequence[Key]) -> None:
+        """Makes blocks that a request used its own, the last one its first: the newest group, in the usual order."""
+        group = object()
+        with self._lock:
+            held = [key for key in reversed(keys) if key in self._held]
+            for key in held:
+                self._leave_group(key, self._held[key])
+                self._held[key].group = group
+                self._groups.setdefault(group, {})[key] = None
+            self._mark_used(held)
+
+    def _mark_used(self, keys: Iterable[Key]) -> None:
+        now = time.time_ns()
+        for key in keys:
+            self._held[key].used = self._last_used[key[0]] = now
+
+    def clear(self, name: str, *, spare_pinned: bool = False, before_ns: int | None = None) -> list[BlockMeta]:
+        """Drops the blocks of one store that were last used before then, or all; returns them."""
+        with self._lock:
+            return self._drop_all(self._of(name, spare_pinned, before_ns))
+
+    def expire(self, name: str, before_ns: int) -> None:
+        """Drops the blocks of one store that were last used before then and are not pinned."""
+        with self._lock:
+            metas = self._drop_all(self._of(name, True, before_ns))
+            self._expired[name] += len(metas)
+            for meta in metas:
+                self._gone.add(name, meta, "expired")
+
+    def _of(self, name: str, spare_pinned: bool, before_ns: int | None) -> list[Key]:
+        return [
+            key
+            for key, held in self._held.items()
+            if key[0] == name
+            and not (spare_pinned and key in self._pins)
+            and (before_ns is None or held.used < before_ns)
+        ]
+
+    def _drop_all(self, keys: list[Key]) -> list[BlockMeta]:
+        metas = [self._held[key].meta for key in keys]
+        for key in keys:
+            self._drop(key)
+        return metas
+
+    def unsaved(self, name: str) -> list[tuple[BlockMeta, BlockBuffer]]:
+        """The blocks of one store that have no file yet, in the order in which they would leave."""
+        with self._lock:
+            held = (self._held[key] for key in self._in_order(name))
+            return [(h.meta, h.block) for h in held if h.block.unsaved]
 
     def oldest(self, name: str, nbytes: int) -> list[tuple[BlockMeta, BlockBuffer]]:
         """The blocks of one store that `evict` would free for `nbytes`, unsaved ones included."""
         with self._lock:
-            keys = self._victims(nbytes, set(), spare_unsaved=False, all_or_nothing=False, name=name) or []
+            keys = self._victims(nbytes, set(), (_is_saved, _any), all_or_nothing=False, name=name) or []
             return [(self._held[key].meta, self._held[key].block) for key in keys]
 
     def evict(self, nbytes: int, name: str | None = None) -> int:
@@ -112,7 +186,7 @@ class HotTier:
         """
         with self._lock:
             before = self.bytes
-            victims = self._victims(nbytes, set(), spare_unsaved=True, all_or_nothing=False, name=name)
+            victims = self._victims(nbytes, set(), (_is_saved,), all_or_nothing=False, name=name)
             self._evict(victims or [])
             return before - self.bytes
 
@@ -133,10 +207,24 @@ class HotTier:
         with self._lock:
             return self._evictions[name]
 
+    def expired(self, name: str) -> int:
+        with self._lock:
+            return self._expired[name]
+
     def usage(self, name: str) -> tuple[int, int]:
         """Blocks and payload bytes of one store."""
         with self._lock:
             return self._blocks[name], self._bytes[name]
+
+    def tokens(self, name: str) -> int:
+        """Tokens in the blocks of one store."""
+        with self._lock:
+            return self._tokens[name]
+
+    def last_used(self, name: str) -> int:
+        """When one of the store's blocks was last used; nanoseconds since the epoch, 0 if never."""
+        with self._lock:
+            return self._last_used[name]
 
     def check(self) -> list[str]:
         """Contradictions between the parts; empty when all is well."""
@@ -150,14 +238,23 @@ class HotTier:
             return found
 
     def _victims(
-        self, need: int, keep: set[Key], *, spare_unsaved: bool, all_or_nothing: bool = True, name: str | None = None
+        self,
+        need: int,
+        keep: set[Key],
+        tests: Sequence[_MayLeave],
+        *,
+        all_or_nothing: bool = True,
+        name: str | None = None,
     ) -> list[Key] | None:
-        """The blocks to evict for `need` bytes, in order. None if there are not enough (and it must be all)."""
+        """The blocks to evict for `need` bytes, in order: those that pass the first test before the others.
+
+        None if there are not enough (and it must be all).
+        """
         chosen: dict[Key, None] = {}
-        for unsaved in (False,) if spare_unsaved else (False, True):
+        for may_leave in tests:
             for key in self._in_order(name) if need > 0 else ():
                 held = self._held[key]
-                if key in chosen or key in keep or held.block.unsaved > unsaved or not self._free(key, chosen):
+                if key in chosen or key in keep or not self._free(key, chosen) or not may_leave(held):
                     continue
                 chosen[key] = None
                 need -= held.block.nbytes
@@ -184,17 +281,43 @@ class HotTier:
     def _drop(self, key: Key) -> bool:
         held = self._held.pop(key)
         self._children.remove((key[0], held.meta.parent), key[1])
+        self._leave_group(key, held)
+        self._count(key, held, -1)
+        return True
+
+    def _leave_group(self, key: Key, held: _Held) -> None:
         group = self._groups[held.group]
         del group[key]
         if not group:
             del self._groups[held.group]
-        self._count(key, -1, -held.block.nbytes)
-        return True
 
-    def _count(self, key: Key, blocks: int, nbytes: int) -> None:
-        self.bytes += nbytes
-        self._blocks[key[0]] += blocks
-        self._bytes[key[0]] += nbytes
+    def _count(self, key: Key, held: _Held, sign: int) -> None:
+        self.bytes += sign * held.block.nbytes
+        self._blocks[key[0]] += sign
+        self._bytes[key[0]] += sign * held.block.nbytes
+        self._tokens[key[0]] += sign * held.meta.token_count
+
+
+def _any(held: _Held) -> bool:
+    return True
+
+
+def _is_saved(held: _Held) -> bool:
+    return not held.block.unsaved
+
+
+def _saving() -> _MayLeave:
+    """A test that gives a block its file when it asks; it stops asking when one was refused: the queue is full."""
+    refused = False
+
+    def may_leave(held: _Held) -> bool:
+        nonlocal refused
+        if held.block.unsaved and held.save is not None and not refused:
+            refused = not held.save(held.block, held.meta)
+            return not refused
+        return not held.block.unsaved
+
+    return may_leave
 
 
 class HotCache:
@@ -205,10 +328,19 @@ class HotCache:
         self.name = name
 
     def store_block(
-        self, block_hash: bytes, block: BlockBuffer, meta: BlockMeta, *, group: Hashable, keep_parent: bool = False
+        self,
+        block_hash: bytes,
+        block: BlockBuffer,
+        meta: BlockMeta,
+        *,
+        group: Hashable,
+        keep_parent: bool = False,
+        save: Save | None = None,
+        spare_unsaved: bool = False,
     ) -> bool:
         """Takes the block in. False, and nothing evicted, if there is no room for it."""
-        return self.tier.put((self.name, block_hash), block, meta, group=group, keep_parent=keep_parent)
+        kinds = {"keep_parent": keep_parent, "spare_unsaved": spare_unsaved}
+        return self.tier.put((self.name, block_hash), block, meta, group=group, save=save, **kinds)
 
     def get(self, block_hash: bytes) -> BlockBuffer | None:
         return self.tier.get((self.name, block_hash))
@@ -236,9 +368,24 @@ class HotCache:
     def remove(self, block_hash: bytes) -> bool:
         return self.tier.remove((self.name, block_hash))
 
-    def clear(self, *, spare_pinned: bool = False) -> list[BlockMeta]:
-        """Drops all blocks; returns them."""
-        return self.tier.clear(self.name, spare_pinned=spare_pinned)
+    def mark_used(self, block_hash: bytes) -> None:
+        self.tier.mark_used([(self.name, block_hash)])
+
+    def renew(self, hashes: Sequence[bytes]) -> None:
+        """A request used these blocks, the last one most recently: they leave with it."""
+        self.tier.renew([(self.name, block_hash) for block_hash in hashes])
+
+    def clear(self, *, spare_pinned: bool = False, before_ns: int | None = None) -> list[BlockMeta]:
+        """Drops the blocks last used before then (nanoseconds since the epoch), or all; returns them."""
+        return self.tier.clear(self.name, spare_pinned=spare_pinned, before_ns=before_ns)
+
+    def expire(self, before_ns: int) -> None:
+        """Drops the blocks that were last used before then and are not pinned."""
+        self.tier.expire(self.name, before_ns)
+
+    def unsaved(self) -> list[tuple[BlockMeta, BlockBuffer]]:
+        """The blocks that have no file yet, in the order in which they would leave."""
+        return self.tier.unsaved(self.name)
 
     def oldest(self, nbytes: int) -> list[tuple[BlockMeta, BlockBuffer]]:
         """The blocks that `evict` would free for `nbytes`, unsaved ones included."""
@@ -260,6 +407,18 @@ class HotCache:
         return self.tier.evictions(self.name)
 
     @property
+    def expired(self) -> int:
+        return self.tier.expired(self.name)
+
+    @property
     def usage(self) -> tuple[int, int]:
         """Blocks and payload bytes."""
         return self.tier.usage(self.name)
+
+    @property
+    def tokens(self) -> int:
+        return self.tier.tokens(self.name)
+
+    @property
+    def last_used_ns(self) -> int:
+        return self.tier.last_used(self.name)

@@ -421,8 +421,11 @@ class StoreMachine(RuleBasedStateMachine):
 
     names = st.integers(0, 7)
 
-    @initialize(hot=st.sampled_from([0, 2, 4]), limit=st.sampled_from([3, 5, 50]))
-    def start(self, hot, limit):
+    @initialize(
+        hot=st.sampled_from([0, 2, 4]), limit=st.sampled_from([3, 5, 50]), policy=st.sampled_from(["through", "back"])
+    )
+    def start(self, hot, limit, policy):
+        self.policy = policy
         self.folder = os.path.join(os.environ["OMLX_TEST_TMP"], f"{time.monotonic_ns()}")
         self.hot, self.limit = hot * NBYTES, limit * SIZE + 20_000
         self.model, self.pins, self.safe = {}, [], set()
@@ -435,6 +438,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     def manager(self, limit):
         options = {"root_dir": self.folder, "max_queue_bytes": 4 * SIZE, "free_reserve_bytes": 0}
+        options["write_policy"] = self.policy
         return PagedSSDCacheManager(Path(self.folder) / "m", limit, self.hot, **options)
 
     def on_file(self, use, path, nbytes):

@@ -1,3 +1,5 @@
+import time
+
 import pytest
 
 from omlx.storage.hot_tier import HotTier
@@ -101,3 +103,99 @@ def test_replacing_and_removing_keep_the_sums_right():
     assert hot.children("s", b"p") == []
     assert hot.remove(("s", name(0))) and not hot.remove(("s", name(0)))
     assert hot.bytes == 0 and hot.children("s", b"q") == [] and hot.check() == []
+
+
+# ---- use
+
+
+def test_a_request_that_uses_blocks_takes_them_into_its_group():
+    hot = HotTier(6 * NBYTES)
+    for n in range(3):
+        put(hot, n, "a")
+    for n in range(3, 6):
+        put(hot, n, "b")
+    hot.renew([("s", name(1)), ("s", name(0)), ("s", name(17))])  # as a request lets go: the head last
+    order = []
+    for n in range(6, 12):
+        before = held(hot)
+        put(hot, n, "c")
+        order += before - held(hot)
+    assert order == [2, 5, 4, 3, 1, 0] and hot.check() == []
+
+
+def test_marking_a_block_as_used_leaves_it_in_its_place():
+    hot = HotTier(2 * NBYTES)
+    put(hot, 0, "a")
+    put(hot, 1, "b")
+    hot.mark_used([("s", name(0)), ("s", name(9))])
+    put(hot, 2, "c")
+    assert held(hot) == {1, 2}
+
+
+def test_blocks_expire_by_their_last_use_and_not_while_pinned(monkeypatch):
+    now = [0]
+    monkeypatch.setattr(time, "time_ns", lambda: now[0])
+    hot = HotTier(20 * NBYTES)
+    for n in range(4):
+        now[0] = n
+        put(hot, n, "a")
+    put(hot, 9, "a", store="t")
+    now[0] = 10
+    hot.mark_used([("s", name(0))])
+    hot.renew([("s", name(1))])
+    hot.pin(("s", name(2)))
+    hot.expire("s", 10)
+    assert held(hot) == {0, 1, 2} and held(hot, "t") == {9}
+    assert (hot.expired("s"), hot.evictions("s"), hot.last_used("s"), hot.tokens("s")) == (1, 0, 10, 24)
+    assert [gone.reason for gone in hot.gone_after("s", b"")] == ["expired"] and hot.check() == []
+    assert [m.block_hash for m in hot.clear("s", before_ns=10)] == [name(2)]
+    assert held(hot) == {0, 1} and hot.check() == []
+
+
+# ---- blocks whose file is written when they leave
+
+
+def test_an_unsaved_block_is_saved_when_it_is_its_turn():
+    hot, saved = HotTier(3 * NBYTES), []
+
+    def save(buffer, known):
+        saved.append(known.block_hash)
+        buffer.unsaved = False
+        return True
+
+    for n in range(3):
+        buffer = put_unsaved(hot, n, save)
+    assert saved == [] and [m.block_hash for m, _ in hot.unsaved("s")] == [name(n) for n in range(3)]
+    put(hot, 3, 3)
+    assert saved == [name(0)] and held(hot) == {1, 2, 3}
+    hot.oldest("s", NBYTES)
+    assert hot.evict(NBYTES) == NBYTES and held(hot) == {1, 2}  # evicting saves nothing: 3 has no need of it
+    assert saved == [name(0)] and buffer.unsaved
+
+
+def put_unsaved(hot, n, save):
+    buffer = block(n)
+    buffer.unsaved = True
+    meta = BlockMeta(block_hash=name(n), token_count=8)
+    assert hot.put(("s", name(n)), buffer, meta, group=n, save=save)
+    return buffer
+
+
+def test_one_refusal_ends_the_asking_and_saved_blocks_leave_instead():
+    hot, asked = HotTier(4 * NBYTES), []
+
+    def save(buffer, known):
+        asked.append(known.block_hash)
+        return False
+
+    for n in range(3):
+        put_unsaved(hot, n, save)
+    put(hot, 3, 3)
+    put(hot, 4, 4)
+    assert asked == [name(0)] and held(hot) == {0, 1, 2, 4}
+    put_unsaved(hot, 5, save)
+    assert held(hot) == {0, 1, 2, 5} and len(asked) == 2
+    meta = BlockMeta(block_hash=name(6), token_count=8)
+    assert not hot.put(("s", name(6)), block(6), meta, group=6, spare_unsaved=True) and held(hot) == {0, 1, 2, 5}
+    put(hot, 6, 6)
+    assert held(hot) == {1, 2, 5, 6}  # nothing else is left
