@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import re
+import stat
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -98,6 +99,8 @@ def read_feature_file(path: Path, key: FeatureKey, place: Callable[[TensorSpec],
     """
     label = _label(key)
     with opened(path) as fd:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise DamagedBlock("it is no file")
         found = _read_label(fd)
         if found is not None and found.key == key and not found.known:
             raise UnknownFormat(f"its format is {found.format!r}")

@@ -2,6 +2,7 @@ import errno
 import logging
 import os
 import re
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -24,6 +25,7 @@ from omlx.storage.feature_file import FeatureKey, feature_file_size, feature_nam
 from omlx.storage.folder import remove
 from omlx.storage.tensor_file import BlockBuffer, TensorSpec, write_block_file
 from tests.storage.blocks import block, meta, our_bytes
+from tests.storage.children import become_nobody, open_folder, run_in_child
 
 REPOSITORY = Path(__file__).parents[2]
 SEEDS = REPOSITORY.parent / "shared" / "seeds"
@@ -552,7 +554,14 @@ def written(opened, *numbers):
     cache.close()
 
 
-CUTS = {"empty": 0, "header only": 128, "half": SIZE // 2, "without trailer": 128 + SPEC.nbytes, "one short": SIZE - 1}
+CUTS = {
+    "empty": 0,
+    "8 bytes": 8,
+    "header only": 128,
+    "half": SIZE // 2,
+    "without trailer": 128 + SPEC.nbytes,
+    "one short": SIZE - 1,
+}
 FLIPS = {
     "magic": 1,
     "header length": 9,
@@ -593,6 +602,54 @@ def test_a_damaged_file_is_a_miss_counted_removed_and_healed(opened, tmp_path, h
     assert cache.check() == [] and has(cache, 1)
     cache.close()
     assert has(opened(), 0)
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["in use", "before start"])
+@pytest.mark.parametrize("how", ["swapped", "folder", "pipe", "deleted"])
+def test_something_else_in_a_files_place_is_a_miss_and_heals(opened, tmp_path, caplog, how, known):
+    written(opened, 0, 1)
+    cache = opened() if known else None
+    path = file_of(tmp_path, 0)
+    path.unlink()
+    if how == "swapped":
+        shutil.copy(file_of(tmp_path, 1), path)
+    elif how == "folder":
+        (path / "inside").mkdir(parents=True)
+    elif how == "pipe":
+        os.mkfifo(path)
+    cache = cache or opened()
+    assert not has(cache, 0) and not has(cache, 0) and has(cache, 1)
+    assert cache.stats.files.damaged == len(caplog.records) == (how != "deleted") and cache.stats.misses == 2
+    assert cache.flush() and not path.exists()
+    assert len(list(path.parent.glob("*.set-aside-*"))) == (how == "folder")
+    put(cache, 0)
+    assert cache.check() == []
+    cache.close()
+    assert has(opened(), 0)
+
+
+def unreadable(folder):
+    """As a user who is not root, in a process of its own."""
+    become_nobody()
+    for n, known in enumerate((True, False)):
+        cache = VisionFeatureSSDCache(folder, 0, free_reserve_bytes=0)
+        put(cache, n)
+        assert cache.flush(5)
+        if not known:
+            cache.close()
+        path = folder / feature_name(FeatureKey(f"h{n}", MODEL))
+        path.chmod(0)
+        if not known:
+            cache = VisionFeatureSSDCache(folder, 0, free_reserve_bytes=0)
+        assert not has(cache, n) and cache.stats.errors == 1
+        put(cache, n)
+        assert cache.flush(5) and has(cache, n) and cache.stats.errors == 1 and cache.check() == []
+        cache.close()
+
+
+def test_an_unreadable_file_is_a_miss_and_heals():
+    with open_folder() as folder:
+        run_in_child(unreadable, folder / "features")
 
 
 def test_swapped_files_are_misses(opened, tmp_path):

@@ -83,16 +83,48 @@ SERVER = """
     """
 
 
+def address_of(server):
+    """Of a server that is ready; its usage hint says so."""
+    line = next(line for line in server.stdout if line.startswith("curl "))
+    return line.split()[1].removesuffix("/v1/chat/completions")
+
+
+def complete(address, **body):
+    request = urllib.request.Request(
+        f"{address}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return json.load(answer)
+
+
 def test_a_server_that_is_asked_to_stop_loses_none_of_100_queued_blocks(start, tiny_model_dir, tmp_path):
     process = start(SERVER, tiny_model_dir, tmp_path / "cache", OMLX_HOME=str(tmp_path / "home"))
-    line = next(line for line in process.stdout if line.startswith("curl "))
-    body = {"model": tiny_model_dir.name, "prompt": "x" * 1000, "max_tokens": 2}
-    address = line.split()[1].removesuffix("/v1/chat/completions") + "/v1/completions"
-    request = urllib.request.Request(address, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        tokens = json.load(answer)["usage"]["prompt_tokens"]
+    answer = complete(address_of(process), model=tiny_model_dir.name, prompt="x" * 1000, max_tokens=2)
+    tokens = answer["usage"]["prompt_tokens"]
     written = len(list((tmp_path / "cache").rglob("*.safetensors")))
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=30)
     files = len(list((tmp_path / "cache").rglob("*.safetensors")))
     assert process.returncode == 0 and files >= tokens // 8 and files - written >= 100
+
+
+def test_of_two_servers_on_a_folder_the_second_names_the_first_and_serves_without_files(
+    start, tiny_model_dir, tmp_path
+):
+    first, second = (
+        start(SERVER, tiny_model_dir, tmp_path / "cache", OMLX_HOME=str(tmp_path / home)) for home in ("a", "b")
+    )
+    asked = {"model": tiny_model_dir.name, "prompt": "x" * 100, "max_tokens": 4, "temperature": 0}
+    answers = [complete(address_of(server), **asked)["choices"][0]["text"] for server in (first, second)]
+    assert answers[0] == answers[1] and answers[0]
+    errors = {}
+    for server in (first, second):
+        server.send_signal(signal.SIGTERM)
+        _, errors[server.pid] = server.communicate(timeout=30)
+    about = {pid: [line for line in text.splitlines() if "in use by process" in line] for pid, text in errors.items()}
+    # Which of the two came first is not ours to say.
+    (holder,) = [pid for pid, lines in about.items() if not lines]
+    (other,) = [pid for pid, lines in about.items() if lines]
+    assert (
+        len(about[other]) == 1 and f"process {holder}:" in about[other][0] and "without the SSD tier" in about[other][0]
+    )

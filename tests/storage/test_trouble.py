@@ -17,6 +17,9 @@ import pytest
 import omlx
 from omlx.cache.paged_ssd_cache import PagedSSDCacheManager
 from omlx.cache.vision_feature_cache import VisionFeatureSSDCache
+from omlx.engine.pool import EnginePool
+from omlx.request import Request, SamplingParams
+from omlx.scheduler import SchedulerConfig
 from omlx.storage.folder import INDEX_NAME, VISION_FOLDER, block_path
 from tests.dict_store import DictStore
 from tests.storage.blocks import meta, name, our_bytes, write
@@ -167,6 +170,24 @@ def test_a_file_in_the_folders_place_at_start_is_said_once_and_recovers_without_
     assert store.flush(5) and store.check() == []
 
 
+async def test_a_server_whose_cache_folder_is_a_file_answers_and_takes_the_folder_up_later(tiny_model_dir, tmp_path):
+    place = tmp_path / "cache"
+    place.write_text("mine")
+    pool = EnginePool(SchedulerConfig(block_size=16, paged_ssd_cache_dir=place), tmp_path, str(tiny_model_dir))
+    await pool.start()
+    try:
+        engine = await pool.get(tiny_model_dir.name)
+        answers = []
+        for number in range(2):
+            request = Request(f"r{number}", list(range(40, 100)), SamplingParams(max_tokens=4, temperature=0))
+            answers.append([output.token async for output in engine.generate(request)])
+        assert answers[0] == answers[1] and answers[0] and place.read_text() == "mine"
+        place.unlink()
+        assert wait_for(lambda: len(list(place.rglob("*.safetensors"))) >= 3, 20)
+    finally:
+        await pool.stop(5)
+
+
 # ---- rights, as a user who is not root
 
 
@@ -282,7 +303,9 @@ def full_disk(disk):
         filler.write_bytes(bytes(more * MB))
         for n in range(2000 + more, 2500, 10):
             save(store, n)
-        assert store.flush(10) and free() >= reserve - MB // 2 and store.check() == []
+        assert store.flush(10) and free() >= reserve - MB // 2
+        found = store.check()
+        assert found == [], found
     ask_all()
     # Nothing is left at all.
     with filler.open("ab", buffering=0) as file, contextlib.suppress(OSError):
