@@ -189,7 +189,7 @@ class VisionFeatureSSDCache:
         while len(self._memory) > self._max_entries:
             oldest, dropped = self._memory.popitem(last=False)
             self.stats.evictions += 1
-            if dropped.wants_file and self._files is not None and not self._files.has(oldest):
+            if dropped.wants_file and self._files is not None and self._files.lacks(oldest):
                 self._put_file(oldest, dropped)
 
     def _expire(self) -> None:
@@ -214,13 +214,13 @@ class VisionFeatureSSDCache:
         return FeatureUsage(len(ram), sum(ram), *disk)
 
     def flush(self, timeout_s: float | None = None) -> bool:
-        """Waits until all features have their files. False if that took too long or failed."""
+        """Waits until all features have files, but those that had to make room. False if it took long or failed."""
         if self._files is None or self._closed:
             return True
         errors = self.stats.files.write_errors
         with self._memory_lock:
             for key, held in self._memory.items():
-                if held.wants_file and not self._files.has(key):
+                if held.wants_file and self._files.lacks(key):
                     self._put_file(key, held)
         return self._files.flush(timeout_s) and self.stats.files.write_errors == errors
 

@@ -43,6 +43,7 @@ log = logging.getLogger(__name__)
 
 _OPEN_WAIT_S = 2.0  # a start waits this long for the list of files, then goes on without
 _RETRY_S = 1.0  # after a failed write
+_MOST_EVICTED = 4096
 _TOUCH_WITHIN_S = 1.0  # how long only memory may know of a change in the order of use
 _EXIT_TIMEOUT_S = 30.0
 _TEMP_NAME = re.compile(rf"{re.escape(TEMP_PREFIX)}(\d+){re.escape(TEMP_SUFFIX)}")
@@ -116,6 +117,7 @@ class FeatureFolder:
         self._reserve_bytes = reserve_bytes
         self._lock = threading.Lock()
         self._entries: OrderedDict[FeatureKey, Entry] = OrderedDict()
+        self._evicted: dict[FeatureKey, None] = {}  # the last ones that made room, oldest first
         self._bytes = 0  # of the files that are there
         self._used: dict[FeatureKey, int] = {}  # last uses that the files' times do not show yet
         self._users: weakref.WeakSet[FeatureUser] = weakref.WeakSet()
@@ -147,6 +149,7 @@ class FeatureFolder:
         """
         size = feature_file_size(key, features.specs[0])
         with self._lock:
+            self._evicted.pop(key, None)
             if self._closed:
                 return "later"
             old = self._entries.get(key)
@@ -185,11 +188,11 @@ class FeatureFolder:
         self._queue.wake_in(_TOUCH_WITHIN_S)
         return True
 
-    def has(self, key: FeatureKey) -> bool:
-        """Whether there is a file, or one is queued."""
+    def lacks(self, key: FeatureKey) -> bool:
+        """Whether there should be a file: there is none, none is queued, and it did not just have to make room."""
         with self._lock:
             entry = self._entries.get(key)
-            return entry is not None and not entry.gone
+            return (entry is None or entry.gone) and key not in self._evicted
 
     def _mark_used(self, entry: Entry) -> None:
         self._entries.move_to_end(entry.key)
@@ -368,7 +371,15 @@ class FeatureFolder:
     def _shrink(self, allowed: int, besides: FeatureKey | None = None) -> None:
         while (victim := self._victim(allowed, besides)) is not None:
             self._remove(victim.key)
-            self.counts.evictions += victim.gone
+            if victim.gone:
+                self._note_evicted(victim.key)
+
+    def _note_evicted(self, key: FeatureKey) -> None:
+        self.counts.evictions += 1
+        with self._lock:
+            self._evicted[key] = None
+            while len(self._evicted) > _MOST_EVICTED:
+                del self._evicted[next(iter(self._evicted))]
 
     def _victim(self, allowed: int, besides: FeatureKey | None) -> Entry | None:
         """The features whose file goes next, marked as gone unless new ones wait; None if no more have to go."""

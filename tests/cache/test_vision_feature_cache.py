@@ -806,6 +806,19 @@ def test_features_that_wait_to_replace_others_give_their_old_files_room_away(ope
     assert cache.check() == []
 
 
+def test_features_that_made_room_are_not_written_again_at_a_flush_or_when_they_leave_ram(opened, tmp_path):
+    cache = opened(entries=8, max_disk_bytes=3 * SIZE)
+    for n in range(5):
+        put(cache, n)
+        assert cache._files.flush(5)
+    assert on_disk(tmp_path) == {2, 3, 4}
+    assert cache.flush() and on_disk(tmp_path) == {2, 3, 4} and cache.stats.disk_evictions == 2
+    for n in range(5, 10):
+        put(cache, n)
+    assert cache.flush() and on_disk(tmp_path) == {7, 8, 9} and cache.stats.disk_evictions == 7
+    assert has(cache, 5) and cache.flush() and on_disk(tmp_path) == {5, 8, 9}  # used, so it is wanted again
+
+
 def test_features_larger_than_the_limit_are_declined_and_evict_nothing(opened, tmp_path, caplog):
     cache = opened(entries=1, max_disk_bytes=3 * SIZE)
     put(cache, 0, 1, 2)

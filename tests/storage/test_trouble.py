@@ -292,7 +292,7 @@ def full_disk(disk):
             assert bench.answer(bench.ask(prompt)) == expected
 
     ask_all()
-    for n in range(2000):  # 16 MB of blocks and more than that
+    for n in range(1900):  # 15 MB of blocks
         save(store, n)
         assert free() >= reserve - SIZE - MB // 2, n  # the index takes some
     assert store.flush(10) and free() >= reserve - MB // 2 and store.check() == [] and said.lines == []
@@ -301,7 +301,7 @@ def full_disk(disk):
     filler = disk / "filler"
     for more in range(1, 9):
         filler.write_bytes(bytes(more * MB))
-        for n in range(2000 + more, 2500, 10):
+        for n in range(2000 + more, 2300, 10):
             save(store, n)
         assert store.flush(10) and free() >= reserve - MB // 2
         found = store.check()
