@@ -18,7 +18,7 @@ from rich.table import Column, Table
 
 from omlx import __version__
 from omlx.errors import ModelError, OmlxError, SettingError
-from omlx.model.folder import find_model, list_models
+from omlx.model.folder import find_model, list_models, read_adapter
 from omlx.model.progress import console_progress
 from omlx.settings import Settings, default_home, flag_help, flag_name, option_fields
 from omlx.sizes import format_size
@@ -101,6 +101,8 @@ def serve(settings: Settings) -> None:
     """Serve models over HTTP until stopped (Ctrl-C)."""
     if settings.model is not None:
         find_model(settings.model, settings.home)
+        if settings.adapter_path is not None:
+            read_adapter(settings.adapter_path)
     elif not list_models(settings.home):
         raise ModelError(f"no model under {settings.models_dir}; `omlx pull {STARTER}` fetches a small one (93 MB)")
     raise typer.Exit(_heavy("omlx.server:serve")(settings))

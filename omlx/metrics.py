@@ -1,11 +1,20 @@
-"""Counters of one scheduler, and the fit of how long a prefill chunk takes."""
+"""Counters of one scheduler, and the speeds it has measured: of prefill chunks and of reading stored blocks."""
 
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 
 @dataclass(slots=True)
 class SchedulerStats:
-    """Totals since start; written by the MLX thread."""
+    """Totals since start; written by the MLX thread.
+
+    `shared_prefills`: requests that waited for another's prefill of the same tokens. `recomputed_tokens`: stored
+    tokens that were computed instead of loaded, because that is faster; `abandoned_restores`: times that this
+    was found out while loading.
+    """
 
     requests: int = 0
     finished: int = 0
@@ -17,6 +26,9 @@ class SchedulerStats:
     cached_ssd_tokens: int = 0
     prefilled_tokens: int = 0
     generated_tokens: int = 0
+    shared_prefills: int = 0
+    recomputed_tokens: int = 0
+    abandoned_restores: int = 0
 
 
 class ChunkTime:
@@ -67,3 +79,51 @@ class ChunkTime:
             return int(seconds / per_token)
         # n (per_token + b n / 2) = seconds
         return int(((per_token**2 + 2 * b * seconds) ** 0.5 - per_token) / b)
+
+
+class RestoreTime:
+    """Seconds that stored blocks take to be read, by tier ("ram", "ssd"), from the last restores.
+
+    The median of the last few speeds, so that a single stall of the machine changes nothing; a restore of over
+    `LONG_S` says more than all before it. Nothing is claimed before that or three restores were seen, nor when the
+    last one is `FORGET_S` ago: a disk that was slow once gets another chance.
+    """
+
+    LONG_S = 0.25
+    FORGET_S = 60.0
+    _FIXED_S = 0.01  # what a restore costs whatever its size; it is not worth saving
+    _ENOUGH, _KEPT = 3, 9
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._seen: dict[str, deque[float]] = {}
+        self._last: dict[str, float] = {}
+
+    def observe(self, tier: str, nbytes: int, seconds: float) -> None:
+        """Blocks of `nbytes` together were read in `seconds`."""
+        if nbytes <= 0:
+            return
+        seen = self._seen.setdefault(tier, deque(maxlen=self._KEPT))
+        if seconds >= self.LONG_S:
+            seen.clear()
+            seen.extend([seconds / nbytes] * self._ENOUGH)
+        else:
+            seen.append(max(seconds - self._FIXED_S, 0.0) / nbytes)
+        self._last[tier] = self._clock()
+
+    def seconds(self, tier: str, nbytes: int) -> float | None:
+        """How long `nbytes` of blocks will take; None if that is not known."""
+        seen = self._seen.get(tier, ())
+        if len(seen) < self._ENOUGH or self._clock() - self._last[tier] > self.FORGET_S:
+            return None
+        return statistics.median(seen) * nbytes
+
+    def at_most(self, nbytes: int) -> float:
+        """Seconds for `nbytes` at the slowest speed that is known, 0 if none is."""
+        return max((self.seconds(tier, nbytes) or 0.0 for tier in self._seen), default=0.0)
+
+    @property
+    def bytes_per_s(self) -> dict[str, float]:
+        """The speed of each tier, as far as it is known."""
+        speeds = {tier: self.seconds(tier, 1) for tier in self._seen}
+        return {tier: 1 / seconds for tier, seconds in speeds.items() if seconds}

@@ -3,7 +3,7 @@
 Everything here runs on the MLX thread, one `step` at a time. A step prefills for a bounded time,
 then gives each running stream one token:
 
-    admit    room? -> match and restore the prompt's stored prefix
+    admit    room? -> wait for a prefill of the same tokens, or match and restore the prompt's stored prefix
     prefill  chunks of one request -> store the blocks that became full
              at the prompt's last token: sample the first answer token, hand it out, join the batch
     decode   one token for every running row
@@ -26,6 +26,7 @@ from typing import Any, Literal, NamedTuple
 
 import mlx.core as mx
 
+from omlx.admission import SharedPrefills, StoredPrefixes
 from omlx.cache import layer_state
 from omlx.cache.factory import GB, CacheConfig
 from omlx.cache.grid import ExactMode, PrefillGrid
@@ -141,12 +142,14 @@ class Scheduler:
         self._emit = emit
         self._grid = None if config.exact == "off" else PrefillGrid(config.block_size)
         self._waiting: deque[Request] = deque()
+        self._shared = SharedPrefills(prefix_cache, self._grid, self.stats)
         self._admissions = itertools.count()
         self._prefilling: list[_Row] = []
         self._paused: list[_Row] = []
         self._decoding: dict[str, _Row] = {}
         self._batch = DecodeBatch(runner.decoder)
         self._chunk_time = ChunkTime()
+        self._stored = StoredPrefixes(prefix_cache, self._chunk_time, self.stats) if prefix_cache else None
         self._oldest_next = False
         self.squeezed = False
         layout = runner.layout
@@ -193,6 +196,17 @@ class Scheduler:
             return sys.maxsize
         return self.config.max_kv_cache_memory // self._bytes_per_token // _KV_STEP * _KV_STEP
 
+    @property
+    def prefill_speed(self) -> float | None:
+        """Tokens a second at the beginning of a prompt; None until one was computed."""
+        seconds = self._chunk_time.seconds(_FIRST_CHUNK, 0)
+        return _FIRST_CHUNK / seconds if seconds else None
+
+    @property
+    def restore_speeds(self) -> dict[str, float]:
+        """Bytes a second that stored blocks were read at of late, by tier, as far as it is known."""
+        return self._cache.restore_time.bytes_per_s if self._cache else {}
+
     # ---- what callers ask for
 
     def add(self, request: Request) -> None:
@@ -211,6 +225,7 @@ class Scheduler:
         if waiting is not None:
             self.stats.aborted += 1
             self._waiting.remove(waiting)
+            self._shared.forget(request_id)
             self._finished(waiting, "abort")
 
     def step(self) -> None:
@@ -234,6 +249,7 @@ class Scheduler:
             self._fail(row, error)
         while self._waiting:
             request = self._waiting.popleft()
+            self._shared.forget(request.request_id)
             self._emit(Failure(request.request_id, EngineError(f"{type(error).__name__}: {error}")))
 
     def close(self) -> None:
@@ -262,21 +278,32 @@ class Scheduler:
     def _admit(self) -> _Row | None:
         """The next request, its stored prefix restored: a paused one before those that wait."""
         row = min(self._paused, key=lambda row: row.order, default=None)
-        if row is None and not self._waiting:
+        if row is None:
+            row = self._next_waiting()
+        elif not self._has_room(len(row.tokens), row.more):
             return None
         if row is None:
-            row = self._new_row(self._waiting[0])
-        if not self._has_room(len(row.tokens), row.more):
             return None
         if row in self._paused:
             self._paused.remove(row)
         else:
             row.request.stats.admitted = time.monotonic()
-            self.stats.prompt_tokens += len(self._waiting.popleft().prompt)
+            self.stats.prompt_tokens += len(row.request.prompt)
         row.request.state = RequestState.PREFILLING
         self._prefilling.append(row)
         self._guard(row, self._restore)
         return row
+
+    def _next_waiting(self) -> _Row | None:
+        """The first request that nothing keeps waiting: neither room nor a prefill that it shares."""
+        for request in self._waiting:
+            if not self._has_room(len(request.prompt), request.sampling.max_tokens):
+                return None
+            if not self._shared.waits(request, self._prefilling):
+                self._waiting.remove(request)
+                self._shared.forget(request.request_id)
+                return self._new_row(request)
+        return None
 
     def _new_row(self, request: Request) -> _Row:
         sampling, seed = request.sampling, request.sampling.seed
@@ -290,9 +317,10 @@ class Scheduler:
 
     def _restore(self, row: _Row) -> None:
         restored = None
-        if self._cache is not None and row.request.use_cache:
-            match = self._cache.match(row.id, row.tokens, row.request.cache_salt, resumes=bool(row.answer))
-            restored = self._cache.restore(match, _rounded(len(row.tokens) + 1))
+        if self._stored is not None and row.request.use_cache:
+            restored = self._stored.load(
+                row.request, row.tokens, _rounded(len(row.tokens) + 1), resumes=bool(row.answer)
+            )
         if restored is None:
             row.caches = self._runner.new_cache()
             return
@@ -340,13 +368,13 @@ class Scheduler:
         return row
 
     def _peek(self) -> _Row | None:
-        """Shortest remaining prompt first, so that short questions do not wait for long documents;
-        every second turn goes to the oldest, so that those are not starved."""
+        """Shortest remaining prompt first (of a row or of one that waits for it), so that short questions do
+        not wait for long documents; every second turn goes to the oldest, so that those are not starved."""
         if not self._prefilling:
             return None
         if self._oldest_next:
             return self._prefilling[0]
-        return min(self._prefilling, key=lambda row: row.remaining)
+        return min(self._prefilling, key=self._shared.remaining)
 
     def _smallest_chunk(self, row: _Row) -> int:
         if self._grid is None:

@@ -122,6 +122,9 @@ class Settings(BaseModel):
     model: str | None = _option(
         None, "NAME", "Model to serve: a name or a folder. Without it every model under the home folder, on first use."
     )
+    adapter_path: Path | None = _option(
+        None, "DIR", "Folder of a LoRA adapter, as mlx-lm trains them, for the model of --model."
+    )
     host: str = _option("127.0.0.1", "HOST", "Address to listen on.")
     port: int = _option(8000, "PORT", "Port to listen on; 0 takes a free one.", ge=0, le=65535)
     paged_ssd_cache_dir: Path | None = _option(
@@ -240,7 +243,14 @@ class Settings(BaseModel):
     def _seconds(cls, value: Any) -> int:
         return parse_duration(value, off=True)
 
-    @field_validator("home", "paged_ssd_cache_dir")
+    @field_validator("adapter_path", mode="after")
+    @classmethod
+    def _has_its_model(cls, value: Path | None, info: ValidationInfo) -> Path | None:
+        if value is not None and info.data.get("model") is None:
+            raise ValueError(f"{quoted(value)} is for one model: --model has to name it")
+        return value
+
+    @field_validator("home", "adapter_path", "paged_ssd_cache_dir")
     @classmethod
     def _absolute(cls, value: Path | None) -> Path | None:
         if value is None:

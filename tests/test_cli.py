@@ -232,3 +232,12 @@ def test_what_is_imported_late_exists(target: str) -> None:
 
 def test_the_starter_model_is_one_that_pull_knows() -> None:
     assert importlib.import_module("omlx.model.starter").STARTER == STARTER
+
+
+def test_a_bad_adapter_is_refused_before_anything_is_loaded(
+    tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", "--model", str(tiny_model_dir), "--adapter-path", str(tmp_path)]) == 1
+    assert capsys.readouterr().err == f"omlx: {tmp_path}: not an adapter of mlx-lm (no adapter_config.json)\n"
+    assert main(["serve", "--adapter-path", str(tmp_path)]) == 2
+    assert "--model has to name it" in capsys.readouterr().err

@@ -249,6 +249,7 @@ def test_the_caches_rules_reach_the_cache_and_are_shown(env: dict[str, str]) -> 
         ("exact", "maybe"),
         ("log_level", "loud"),
         ("paged_ssd_cache_dir", " "),
+        ("adapter_path", "somewhere"),  # without --model
         ("paged_ssd_cache_dir", "~nobody-has-this-name/x"),
     ],
 )

@@ -68,7 +68,7 @@ class GenerationBody(Body):
     logit_bias: dict[TokenIdText, Bias] | None = None
     ignore_eos: bool | None = None
     cache: bool | None = None
-    cache_salt: Annotated[str, Field(max_length=500)] | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=500)] | None = None
 
 
 class ChatBody(GenerationBody):

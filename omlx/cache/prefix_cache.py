@@ -6,10 +6,10 @@ the block store's affair, who holds what the PagedCacheManager's.
 """
 
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import takewhile
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from omlx.arrays import ArrayPool
 from omlx.cache.block import TOKEN_BYTES, block_hash, common_tokens, pack_tokens, root_hash, slice_tokens
@@ -19,13 +19,14 @@ from omlx.cache.interface import BlockMeta, CacheManager
 from omlx.cache.layer_state import CacheLayout, KVSlabs, extract
 from omlx.cache.paged_cache import PagedCacheManager
 from omlx.cache.probe import BlockState, FirstMiss, MatchEnd, PrefixProbe
+from omlx.cache.reading import BlockRead, BlockReaders, RestoreTooSlow, Worth
+from omlx.metrics import RestoreTime
 
 FORMAT = "1"
 # Blocks that hold more than whole grid cells have names of their own, and so do all that build on
 # them: what a prompt's prefill gives and what an answer's decoding left never replace each other.
 _CELLS, _DECODED = b"", b"decoded"
 _IDLE_SLAB_BYTES = 512 << 20  # what may stay of the slabs of earlier restores, for the next one
-_READERS = 2  # two threads read and check faster than one; more gained nothing on 2 cores
 
 
 def _names(parent: bytes, tokens: bytes) -> list[bytes]:
@@ -81,6 +82,15 @@ class PrefixMatch(NamedTuple):
     mode: ExactMode
 
 
+class StoredPart(NamedTuple):
+    """A block of a match: it ends at token `end`, and lies in `tier` now. `may_end`: the match may be cut behind it."""
+
+    end: int
+    tier: Literal["ram", "ssd"]
+    nbytes: int
+    may_end: bool
+
+
 class Restored(NamedTuple):
     """Layer caches that hold the first `tokens` tokens, and where they came from."""
 
@@ -132,7 +142,7 @@ class BlockAwarePrefixCache:
         self._grid = PrefillGrid(block_size)
         self._chains: dict[str, _Chain] = {}
         self._slabs = ArrayPool(_IDLE_SLAB_BYTES)
-        self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="omlx-read")
+        self._readers = BlockReaders()
 
     @property
     def _who(self) -> CacheIdentity:
@@ -249,6 +259,32 @@ class BlockAwarePrefixCache:
                 break
         return upto
 
+    def stored_tokens(self, prompt: Sequence[int], salt: str = "") -> int:
+        """How many tokens `match` would give now. Pins, marks and counts nothing."""
+        blocks = self._longest(pack_tokens(prompt), len(prompt) - 1, salt)[1]
+        return blocks[-1].end if blocks else 0
+
+    def parts(self, match: PrefixMatch) -> list[StoredPart]:
+        """A match block by block, for who may want less of it (see `shorten`).
+
+        In the exact modes it may end behind whole cells only: then the bits are those of a cold prefill. What
+        decoding left is taken whole or not at all.
+        """
+        exact = len(list(takewhile(lambda block: block.exact, match.blocks)))
+        last = len(match.blocks) - 1
+        found = []
+        for i, block in enumerate(match.blocks):
+            tier = self._store.tier_of(block.meta.block_hash)
+            may_end = match.mode == "off" or i < exact or i == last
+            found.append(StoredPart(block.end, "ssd" if tier == "ssd" else "ram", block.meta.file_size, may_end))
+        return found
+
+    def shorten(self, match: PrefixMatch, end: int) -> PrefixMatch:
+        """The match cut behind a block that ends at `end` (see `parts`; 0 for nothing); the rest is let go of."""
+        blocks = tuple(block for block in match.blocks if block.end <= end)
+        self._forget_after(match, end)
+        return match._replace(blocks=blocks, tokens=end, exact_upto=min(match.exact_upto, end))
+
     # ---- what would you have? (from any thread)
 
     def probe(self, prompt: Sequence[int], salt: str = "") -> PrefixProbe:
@@ -256,7 +292,7 @@ class BlockAwarePrefixCache:
 
         Pins, marks and counts nothing. May look through all that is stored, if nothing of the prompt is.
         """
-        if not prompt:
+        if len(prompt) == 0:
             return PrefixProbe((), 0, None)
         packed, limit = pack_tokens(prompt), len(prompt) - 1
         chain, matched = self._longest(packed, limit, salt)
@@ -290,15 +326,28 @@ class BlockAwarePrefixCache:
 
     # ---- restore
 
-    def restore(self, match: PrefixMatch, capacity: int) -> Restored | None:
+    @property
+    def restore_time(self) -> RestoreTime:
+        """How fast blocks were read so far."""
+        return self._readers.speed
+
+    def restore(self, match: PrefixMatch, capacity: int, worth: Worth | None = None) -> Restored | None:
         """Reads a match into fresh layer caches with room for `capacity` tokens.
 
-        A block that is gone or damaged ends the match before it. None when nothing is left.
+        A block that is gone or damaged ends the match before it. None when nothing is left. `worth(k)`: seconds that
+        computing the match from token k on would take; when reading it is going to take longer, RestoreTooSlow is
+        raised, and nothing of the match is held any more.
         """
         if not match.blocks:
             return None
         slabs = KVSlabs(self._who.layout, max(capacity, match.tokens), self._slabs)
-        tiers = self._read(match.blocks, slabs)
+        reads = [BlockRead(b.start, b.meta.file_size, partial(self._read, slabs, b)) for b in match.blocks]
+        try:
+            # All blocks are read, also behind one that is damaged, so that all such are stored again at once.
+            tiers = self._readers.read(reads, worth)
+        except RestoreTooSlow:
+            self._forget_after(match, 0)
+            raise
         blocks = self._unbroken(match, tiers)
         end = blocks[-1].end if blocks else 0
         self._forget_after(match, end)
@@ -311,25 +360,9 @@ class BlockAwarePrefixCache:
                 self._chains[match.request_id].cold.append(block.start // self.block_size)
         return Restored(slabs.caches(end), end, min(match.exact_upto, end), tokens["ram"], tokens["ssd"])
 
-    def _read(self, blocks: Sequence[MatchedBlock], slabs: KVSlabs) -> list[str | None]:
-        """Copies the blocks into the slabs; says where each one was, None for those that are gone.
-
-        Returns when all reads have ended: a late one would write into a live cache. A bad block ends
-        none of them, so that all that are damaged are found, and stored again, at once.
-        """
-        tiers: list[str | None] = [None] * len(blocks)
-        waiting = iter(enumerate(blocks))
-
-        def reader() -> None:
-            for index, block in waiting:
-                target = slabs.target(block.start, block.take, block.meta.token_count)
-                tiers[index] = self._store.read_block(block.meta.block_hash, target)
-
-        readers = [self._readers.submit(reader) for _ in range(_READERS)]
-        wait(readers)
-        for ended in readers:
-            ended.result()
-        return tiers
+    def _read(self, slabs: KVSlabs, block: MatchedBlock) -> str | None:
+        target = slabs.target(block.start, block.take, block.meta.token_count)
+        return self._store.read_block(block.meta.block_hash, target)
 
     def _unbroken(self, match: PrefixMatch, tiers: Sequence[str | None]) -> list[MatchedBlock]:
         """The blocks before the first that could not be read, as far as they may be used without it."""
@@ -483,7 +516,7 @@ class BlockAwarePrefixCache:
 
     def close(self) -> None:
         """Ends the reader threads. The store is closed by whoever made it."""
-        self._readers.shutdown()
+        self._readers.close()
 
 
 PrefixCache = BlockAwarePrefixCache

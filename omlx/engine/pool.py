@@ -38,7 +38,8 @@ _SUMMED = (
     "hits", "misses", "restores", "evictions", "expired", "damaged", "files_written", "bytes_written", "unsaved_bytes",
     "blocks_hot", "requests_with_blocks", "blocks_in_use",
     "kv_bytes", "kv_tokens", "running_requests", "waiting_requests", "requests", "prompt_tokens",
-    "cached_ram_tokens", "cached_ssd_tokens", "generated_tokens",
+    "cached_ram_tokens", "cached_ssd_tokens", "prefilled_tokens", "generated_tokens", "shared_prefills",
+    "recomputed_tokens", "abandoned_restores",
 )  # fmt: skip
 
 
@@ -61,15 +62,18 @@ class _Loaded:
 class EnginePool:
     """Engines by model name, loaded on first use, all on one MLX thread and over one RAM tier.
 
-    `model` (a name or a folder) serves that one alone and loads it at start; None serves every
-    model under `home`.
+    `model` (a name or a folder) serves that one alone, with `adapter` (a folder) if given, and loads it at
+    start; None serves every model under `home`.
     """
 
-    def __init__(self, config: SchedulerConfig, home: Path, model: str | None = None) -> None:
+    def __init__(
+        self, config: SchedulerConfig, home: Path, model: str | None = None, adapter: Path | None = None
+    ) -> None:
         self.config = config
         self._home = home
         self._only = find_model(model, home) if model is not None else None
         self._only_name = self._name(model) if model is not None else ""
+        self._adapter = adapter if model is not None else None
         self._hot = HotTier(config.hot_cache_max_size)
         self.memory = MemoryMonitor(self._hot, config.max_process_memory)
         self._thread = MLXThread(self._watch_memory)
@@ -247,7 +251,7 @@ class EnginePool:
     def _load(self, served: ServedModel) -> _Loaded:
         """Builds a model's whole stack; runs on the MLX thread."""
         started = time.monotonic()
-        model = loader.load(served.path, served.name)
+        model = loader.load(served.path, served.name, self._adapter)
         runner = TextRunner(model)
         tiers = self._cache_stack(runner)
         streams = Streams()
@@ -293,5 +297,11 @@ def _model_figures(loaded: _Loaded) -> dict[str, Any]:
         "running_requests": scheduler.running_requests,
         "waiting_requests": scheduler.waiting_requests,
     }
-    held = {"kv_bytes": scheduler.kv_bytes, "kv_tokens": scheduler.kv_tokens, "exact": scheduler.config.exact}
+    held: dict[str, Any] = {
+        "kv_bytes": scheduler.kv_bytes,
+        "kv_tokens": scheduler.kv_tokens,
+        "exact": scheduler.config.exact,
+        "prefill_tokens_per_s": scheduler.prefill_speed,
+        "restore_bytes_per_s": scheduler.restore_speeds,
+    }
     return requests | held | {"cache": loaded.tiers is not None} | (loaded.tiers.stats() if loaded.tiers else {})

@@ -11,16 +11,18 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from mlx_lm.utils import dequantize_model, load_model, load_tokenizer
+from mlx_lm.utils import dequantize_model, load_adapters, load_model, load_tokenizer
 
 from omlx.errors import ModelError
 from omlx.model.folder import (
+    Adapter,
     ModelInfo,
     WeightFile,
     check_folder,
     find_model,
     fingerprint,
     list_models,
+    read_adapter,
     read_config,
     read_weight_files,
 )
@@ -68,8 +70,8 @@ class LoadedModel:
     dtype: str
 
 
-def load(path: Path, name: str | None = None) -> LoadedModel:
-    """Load a model folder. `name` defaults to the folder's.
+def load(path: Path, name: str | None = None, adapter_path: Path | None = None) -> LoadedModel:
+    """Load a model folder. `name` defaults to the folder's. `adapter_path`: an adapter (LoRA, DoRA or full) of mlx-lm.
 
     On the CPU device the weights are dequantised and made float32, because quantised and half
     precision kernels are far slower there. Nothing in the folder is ever executed. Raises
@@ -80,7 +82,8 @@ def load(path: Path, name: str | None = None) -> LoadedModel:
     read_config(path)
     files = read_weight_files(path)
     _check_loadable(path)
-    model, config = _load_weights(path)
+    adapter = None if adapter_path is None else read_adapter(adapter_path.expanduser())
+    model, config = _load_weights(path, adapter)
     tokenizer = _load_tokenizer(path, config)
     return LoadedModel(
         name=name or path.name,
@@ -91,7 +94,7 @@ def load(path: Path, name: str | None = None) -> LoadedModel:
         context_length=_context_length(config, tokenizer),
         vocab_size=_vocab_size(config, tokenizer),
         eos_token_ids=frozenset(int(token) for token in tokenizer.eos_token_ids),
-        fingerprint=_fingerprint(path, files),
+        fingerprint=_fingerprint(path, files, adapter),
         dtype=_main_dtype(model),
     )
 
@@ -103,16 +106,29 @@ def _check_loadable(path: Path) -> None:
         raise ModelError(f"{path}: no tokenizer ({', '.join(_TOKENIZER_FILES[:3])})")
 
 
-def _load_weights(path: Path) -> tuple[nn.Module, dict[str, Any]]:
+def _load_weights(path: Path, adapter: Adapter | None) -> tuple[nn.Module, dict[str, Any]]:
     """Lazily up to the end, so that quantised weights can be freed while float32 ones are made."""
+    loading = path
     try:
         model, config = load_model(path, lazy=True, strict=True, trust_remote_code=False)
         if mx.default_device() == mx.cpu:
             model = _as_float32(model)
+        if adapter is not None:
+            loading = adapter.path
+            model = _with_adapter(model, adapter)
         mx.eval(model.parameters())
     except Exception as error:  # broad: mlx-lm answers unusual files with all kinds of errors
-        raise ModelError(f"{path}: {_one_line(error)}") from error
+        raise ModelError(f"{loading}: {_one_line(error)}") from error
     return model, config
+
+
+def _with_adapter(model: nn.Module, adapter: Adapter) -> nn.Module:
+    """The adapter's layers stay layers of their own, as in mlx-lm; their dropout is for training."""
+    model = load_adapters(model, str(adapter.path))
+    if mx.default_device() == mx.cpu:
+        model.set_dtype(mx.float32)
+    model.eval()
+    return model
 
 
 def _as_float32(model: nn.Module) -> nn.Module:
@@ -145,9 +161,9 @@ def _has_own_code(path: Path) -> bool:
         return False
 
 
-def _fingerprint(path: Path, files: list[WeightFile]) -> bytes:
+def _fingerprint(path: Path, files: list[WeightFile], adapter: Adapter | None) -> bytes:
     try:
-        return fingerprint(path, files)
+        return fingerprint(path, files, adapter)
     except OSError as error:
         raise ModelError(f"{path}: {error}") from error
 

@@ -86,6 +86,10 @@ async def test_figures_of_models_and_in_total_and_the_settings_in_force(tiny_mod
         assert {key: tiny[key] for key in stats} == stats and stats["hits"] > 0
         assert (tiny["requests"], tiny["prompt_tokens"], tiny["cached_ram_tokens"]) == (2, 100, 49)
         assert (tiny["exact"], tiny["cache"], body["version"]) == ("on", True, __version__)
+        assert tiny["prefill_tokens_per_s"] > 0 and set(tiny["restore_bytes_per_s"]) <= {"ram", "ssd"}
+        for key in ("shared_prefills", "recomputed_tokens", "abandoned_restores"):
+            assert total[key] == tiny[key] == 0
+        assert total["prefilled_tokens"] == 49
         for key in ("kv_cache_memory", "blocks_cold", "cold_tokens", "hits", "misses", "restores", "evictions"):
             assert total[key] == tiny[key]
         assert total["process_rss"] > 1 << 20 and total["mlx_active"] > 0

@@ -55,6 +55,7 @@ BOTH = [
     ({"ignore_eos": "no"}, "ignore_eos"),
     ({"cache": "off"}, "cache"),
     ({"cache_salt": 5}, "cache_salt"),
+    ({"cache_salt": ""}, "cache_salt"),
     ({"n": 2}, "n"),
     ({"n": 0}, "n"),
     ({"n": True}, "n"),

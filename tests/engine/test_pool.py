@@ -13,20 +13,25 @@ from typing import Any
 
 import pytest
 
+from omlx import server
 from omlx.engine.core import Engine
 from omlx.engine.pool import EnginePool
 from omlx.errors import BadRequest, ModelError, NotFound, Overloaded
 from omlx.request import Request, RequestState, SamplingParams
 from omlx.scheduler import SchedulerConfig
+from omlx.settings import Settings
 from omlx.testing import make_tiny_model
+from tests.adapters import make_adapter
 
 LENGTHS = [1, 2, 15, 16, 17, 31, 32, 33, 97]
 
 
 @contextlib.asynccontextmanager
-async def running(model: Path | None, home: Path, **config: Any) -> AsyncIterator[EnginePool]:
+async def running(
+    model: Path | None, home: Path, adapter: Path | None = None, **config: Any
+) -> AsyncIterator[EnginePool]:
     config = {"block_size": 16, "exact": "on"} | config
-    pool = EnginePool(SchedulerConfig(**config), home, str(model) if model else None)
+    pool = EnginePool(SchedulerConfig(**config), home, str(model) if model else None, adapter)
     await pool.start()
     try:
         yield pool
@@ -255,3 +260,16 @@ asyncio.run(main())
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60, capture_output=True)
     files = list((tmp_path / "cache").rglob("*.safetensors"))
     assert len(files) >= 100 // 16
+
+
+async def test_the_server_serves_the_model_with_its_adapter(tiny_model_dir, tmp_path):
+    adapter = make_adapter(tmp_path / "adapter")
+    texts = []
+    for path in (None, adapter):
+        settings = Settings(home=tmp_path, model=str(tiny_model_dir), adapter_path=path)
+        pool = server._make_pool(settings)
+        await pool.start()
+        texts.append(await ask(await pool.get("tiny"), request(30)))
+        assert [model.name for model in pool.models()] == ["tiny"]
+        await pool.stop(5.0)
+    assert texts[0] != texts[1]
