@@ -65,6 +65,8 @@ def _identity(root: Path, entry: Entry) -> Entry | DamagedBlock:
         meta = read_meta(block_path(root, entry.key))
     except DamagedBlock as exc:
         return stale_entry(entry.key, entry.meta.file_size) if isinstance(exc, UnknownFormat) else exc
+    except FileNotFoundError:  # evicted meanwhile, most likely; then nobody asks for it any more
+        return DamagedBlock("it is gone")
     except OSError as exc:
         log.warning("%s cannot be read: %s", block_path(root, entry.key), exc)
         return stale_entry(entry.key, entry.meta.file_size)

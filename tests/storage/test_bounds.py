@@ -161,7 +161,9 @@ def test_a_smaller_limit_at_start_is_met_before_anything_is_written_and_without_
     run_in_child(lowered, tmp_path / "root")
 
 
-def test_a_smaller_limit_is_met_before_anything_is_written_also_when_the_index_is_lost(opened, tmp_path, monkeypatch):
+def test_a_smaller_limit_is_met_before_anything_is_written_also_when_the_index_is_lost(
+    opened, tmp_path, monkeypatch, caplog
+):
     store = opened()
     for n in range(40):
         save(store, n)
@@ -175,6 +177,7 @@ def test_a_smaller_limit_is_met_before_anything_is_written_also_when_the_index_i
 
     monkeypatch.setattr(disk_store, "_OPEN_WAIT_S", 0.05)
     monkeypatch.setattr(disk_store, "find_blocks", slow)
+    caplog.set_level(logging.WARNING)
     store = opened(limit=10 * SIZE + 40_000)
     there = []
     store.on_file = lambda use, path, nbytes: there.append(our_bytes(tmp_path / "root"))
@@ -182,6 +185,9 @@ def test_a_smaller_limit_is_met_before_anything_is_written_also_when_the_index_i
     go.set()
     assert store.flush(10) and len(there) == 1 and there[0] <= 10 * SIZE + 40_000
     assert read(store, 100) == "ssd" and store.check() == []
+    assert wait_for(lambda: read(store, 39) == "ssd")  # its header has been read by now
+    # Of the files that had to go nobody says that they cannot be read.
+    assert all(INDEX_NAME in record.getMessage() for record in caplog.records) and store.stats().damaged == 0
 
 
 def test_a_start_does_not_wait_for_removals(opened, tmp_path, monkeypatch):
