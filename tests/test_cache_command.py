@@ -373,6 +373,150 @@ def test_the_folder_may_come_from_the_settings_file(root: Path, home: Path, caps
     assert json.loads(capsys.readouterr().out)["total"]["blocks"] == 5
 
 
+# ---- by age
+
+
+def age(root: Path, model: str, numbers: list[int], days: float) -> None:
+    """Blocks of a model that were last used so long ago, as the index has it."""
+    db = sqlite3.connect(root / "index.sqlite")
+    for number in numbers:
+        key = (int((time.time() - days * 86_400) * 1e9), folder_name(model), bytes([17 * number]) * 32)
+        db.execute("UPDATE blocks SET used = ? WHERE folder = ? AND hash = ?", key)
+    db.commit()
+    db.close()
+    (root / "index.snapshot").unlink(missing_ok=True)
+
+
+def names(root: Path, model: str) -> list[int]:
+    return [int(path.stem[:2], 16) // 17 for path in block_files(root, model)]
+
+
+def test_clear_deletes_what_was_not_used_for_so_long(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    age(root, "org/big", [0, 2], 8)
+    age(root, "small", [1], 30)
+    for wanted, model, gone in (("31d", [], 0), ("10d", ["--model", "org/big"], 0), ("7d", ["--model", "org/big"], 2)):
+        done = asked(root, capsys, "clear", "--older-than", wanted, *model)
+        assert (done["blocks"], done["images"]) == (gone, 0) and (done["bytes"] > 0) == (gone > 0)
+    assert (names(root, "org/big"), names(root, "small")) == ([1], [0, 1])
+    assert omlx(root, "clear", "--older-than", "1w") == 0
+    assert capsys.readouterr().out.startswith("1 blocks deleted, ")
+    assert (names(root, "org/big"), names(root, "small")) == ([1], [0])
+    assert asked(root, capsys, "verify")["problems"] == []
+    assert asked(root, capsys, "clear", "--older-than", "0")["blocks"] == 2
+
+
+def test_without_an_index_the_files_times_count(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for path in root.glob("index*"):
+        path.unlink()
+    old = block_files(root, "small")[0]
+    os.utime(old, (time.time() - 8 * 86_400,) * 2)
+    assert asked(root, capsys, "clear", "--older-than", "7d")["blocks"] == 1
+    assert not old.exists() and len(block_files(root, "small")) == 1 and len(block_files(root, "org/big")) == 3
+    store = open_store(root, "small")
+    assert len(store._index.get_all_metadata()) == 1 and store.check() == [] and store.close()
+
+
+def test_features_of_images_are_cleared_by_age_too(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    vision = VisionFeatureSSDCache(root / "vision_features", free_reserve_bytes=0)
+    for number in range(3):
+        vision.put(f"h{number}", "small", mx.ones((8,)))
+    assert vision.close()
+    os.utime(root / "vision_features" / "h1_small.npy", (time.time() - 8 * 86_400,) * 2)
+    done = asked(root, capsys, "clear", "--older-than", "7d")
+    assert (done["blocks"], done["images"]) == (0, 1)
+    assert sorted(path.name for path in root.rglob("*.npy")) == ["h0_small.npy", "h2_small.npy"]
+
+
+@pytest.mark.parametrize("wrong", ["", "7", "a week", "-1d", "0.5s", "off"])
+def test_a_wrong_age_is_one_line_and_clears_nothing(root: Path, capsys: pytest.CaptureFixture[str], wrong: str) -> None:
+    before = files(root)
+    assert omlx(root, "clear", f"--older-than={wrong}") == 2
+    assert complaint(capsys).startswith(f'omlx: --older-than "{wrong}"')
+    assert files(root) == before
+
+
+# ---- one conversation
+
+
+def write_body(tmp_path: Path, body: Any) -> str:
+    path = tmp_path / "conversation.json"
+    path.write_text(body if isinstance(body, str) else json.dumps(body), "utf-8")
+    return str(path)
+
+
+def test_a_conversation_needs_a_server(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = files(root)
+    file = write_body(tmp_path, {"model": "small", "messages": [{"role": "user", "content": "x"}]})
+    assert omlx(root, "clear", "--conversation", file) == 1
+    assert "only a running one can delete a conversation" in complaint(capsys)
+    assert files(root) == before
+
+
+@pytest.mark.parametrize(
+    ("body", "words", "said"),
+    [
+        (None, [], "cannot be read"),
+        ("{", [], "is not valid JSON"),
+        ("[]", [], 'must hold a JSON object with "messages"'),
+        ({"model": "small"}, [], 'must hold a JSON object with "messages"'),
+        ({"messages": []}, [], 'names no "model"'),
+        ({"model": "small", "messages": []}, ["--model", "org/big"], "is not the model of the conversation"),
+        ({"model": "small", "messages": []}, ["--older-than", "7d"], "do not go together"),
+    ],
+)
+def test_a_wrong_conversation_is_one_line_and_asks_nobody(
+    busy: PagedSSDCacheManager, root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], body: Any,
+    words: list[str], said: str,
+) -> None:  # fmt: skip
+    calls: list[Any] = []
+    file = str(tmp_path / "absent.json") if body is None else write_body(tmp_path, body)
+    with served(server(root, calls)) as url:
+        assert omlx(root, "clear", "--conversation", file, "--url", url, *words) == 2
+    assert said in complaint(capsys) and calls == []
+
+
+def test_the_real_server_deletes_a_conversation_and_what_is_old(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root, home = tmp_path / "cache", tmp_path / "served"
+    make_tiny_model(home / "models" / "tiny")
+    settings = Settings(home=home, paged_ssd_cache_dir=root, cache_write_policy="back", block_size=16)
+    with served(create_app(EnginePool(settings.scheduler_config(), home, "tiny"), settings)) as url:
+        texts = ["A beginning that both have. " + text * 8 for text in ("One. ", "Two! ")]
+        chats = [{"model": "tiny", "messages": [{"role": "user", "content": text}]} for text in texts]
+        for body in chats:
+            answer = httpx.post(f"{url}/v1/chat/completions", json=body | {"max_tokens": 4}, timeout=60)
+            assert answer.status_code == 200, answer.text
+        (shown,) = asked(root, capsys, "stats", "--url", url)["models"]
+        assert (shown["model"], shown["blocks"], shown["bytes"]) == ("tiny", 0, 0)  # all is in RAM
+        assert shown["ram"]["blocks"] >= 6 and shown["ram"]["bytes"] > 0 and shown["last_used_ns"] > 0
+        assert asked(root, capsys, "clear", "--older-than", "1h", "--url", url) == {"blocks": 0, "bytes": 0}
+        file = write_body(tmp_path, chats[0] | {"temperature": 0.5})
+        assert omlx(root, "clear", "--conversation", file, "--url", url) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[0].endswith("KB") and "blocks deleted" in lines[0]
+        assert lines[1].endswith("prompt tokens stay: shared with other conversations")
+        del chats[1]["model"]
+        file = write_body(tmp_path, chats[1])
+        done = asked(root, capsys, "clear", "--conversation", file, "--model", "tiny", "--url", url)
+        assert done["blocks"] > 0 and (done["kept_tokens"], done["kept_because"]) == (0, None)
+        assert omlx(root, "stats", "--url", url) == 0
+        assert "no blocks" in capsys.readouterr().out
+        assert omlx(root, "clear", "--older-than", "7d", "--url", url) == 0
+        assert capsys.readouterr().out == "0 blocks deleted, 0 B\n"
+
+
+def test_stats_without_an_answer_from_a_server_leave_ram_open(
+    busy: PagedSSDCacheManager, root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for folder in (tmp_path / "other", root):  # the server's answer has no figures of RAM
+        with served(server(folder, [])) as url:
+            assert [model["ram"] for model in asked(root, capsys, "stats", "--url", url)["models"]] == [None, None]
+    assert [model["ram"] for model in asked(root, capsys, "stats", "--url", "http://127.0.0.1:1")["models"]] == [
+        None
+    ] * 2
+
+
 # ---- clear, with a server
 
 

@@ -91,7 +91,7 @@ def router(pool: AdminPool, settings: Settings, read_json: ReadJson) -> APIRoute
     async def clear(http: Request) -> Response:
         body = await read_json(http)
         if _is_conversation(body):
-            asked, tokens = await prompt_of(body)
+            asked, tokens = await prompt_of(_up_to_the_last_question(body))
             gone = await pool.forget_conversation(asked.model, tokens, asked.cache_salt)
             return JSONResponse(gone._asdict())
         fields = validated(ClearBody, body)
@@ -125,6 +125,17 @@ def _is_conversation(body: dict[str, Any]) -> bool:
         if name not in ClearBody.model_fields:
             raise BadRequest(f"{name[:80]}: no such field here", param=name[:80])
     return bool(given)
+
+
+def _up_to_the_last_question(body: dict[str, Any]) -> dict[str, Any]:
+    """Without the answers at the end: whatever was answered goes, as it was generated and not as it is written here."""
+    messages = body.get("messages")
+    if not isinstance(messages, list):
+        return body
+    end = len(messages)
+    while end > 1 and isinstance(messages[end - 1], dict) and messages[end - 1].get("role") == "assistant":
+        end -= 1
+    return body | {"messages": messages[:end]}
 
 
 def _age(older_than: Any) -> int | None:

@@ -38,6 +38,7 @@ class Conversation:
         self.found: dict[bytes, _Block] = {}
         self.branches: set[bytes] = set()
         self.beside: dict[bytes, list[BlockMeta]] = {}
+        self.root = root
         self.tokens = len(prompt) // TOKEN_BYTES
         self._prompt = prompt
         ahead = [(root, 0)]

@@ -107,8 +107,6 @@ class PagedSSDCacheManager(CacheManager):
             self._disk.blocks.use_numerics(self._folder, numerics)
         self._hot = HotCache(hot_tier or HotTier(hot_cache_max_bytes), name)
         self._expiry = Expiry(ttl_s if self._disk is None else 0)
-        if self._disk is not None:
-            self._disk.sweeps.add(self._hot.expire)
         self._writes_back = write_policy == "back" and self._disk is not None and self.keeps_ram
         if self._writes_back:
             _write_at_exit.add(self)
@@ -162,12 +160,15 @@ class PagedSSDCacheManager(CacheManager):
             return block is not None
         if block is None or meta is None:
             return not self.keeps_ram and self._disk.blocks.state((self._folder, block_hash)) is not None
-        # Again, if the first write failed or the file was lost.
+        self._give_file(block, meta)  # again, if the first write failed or the file was lost
+        return True
+
+    def _give_file(self, block: BlockBuffer, meta: BlockMeta) -> None:
+        """Queues the file of a block in RAM, or notes that it has to be written when it leaves."""
         if self._writes_back:
             block.unsaved = self._wants_file(meta)
         else:
             self._to_disk(block, meta, in_ram=True)
-        return True
 
     def _wants_file(self, meta: BlockMeta) -> bool:
         """Whether a block has no file, none queued, and may have one."""
@@ -214,13 +215,15 @@ class PagedSSDCacheManager(CacheManager):
         return self._disk.blocks.put(self._folder, meta, block, self._write, may_wait=in_ram, only_copy=leaves)
 
     def folder_lost(self) -> None:
-        """Queues the files of all blocks in RAM that have none, after the folder was lost and is there again."""
-        if self._writes_back:
-            return  # they are written when they leave RAM
+        """Sees that all blocks in RAM get files again, after the folder was lost and is there again."""
         for meta in self._hot.metas():
             block = self._hot.get(meta.block_hash)
             if block is not None:
-                self._to_disk(block, meta, in_ram=True)
+                self._give_file(block, meta)
+
+    def expire(self, before_ns: int) -> None:
+        """Drops what RAM has of blocks that were last used before then and are not pinned."""
+        self._hot.expire(before_ns)
 
     def _enforce_size_limit_for_new_block(self, new_bytes: int = 0) -> bool:
         """Evicts the least recently used files until `new_bytes` more fit under the limit; False if they cannot."""
@@ -449,7 +452,6 @@ class PagedSSDCacheManager(CacheManager):
         deadline = time.monotonic() + timeout_s
         done = self.flush(timeout_s) if self._writes_back else True
         if self._disk is not None:
-            self._disk.sweeps.discard(self._hot.expire)
             done = release_store(self._disk, max(0.1, deadline - time.monotonic())) and done
         self._hot.clear()
         return done

@@ -42,8 +42,6 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 DEFAULT_QUEUE_BYTES = 256 << 20
-Sweep = Callable[[int], None]
-"""Drops what was last used before a time (nanoseconds since the epoch)."""
 
 _COMMIT_ROWS = 64  # small transactions keep SQLite's journal small
 _OPEN_WAIT_S = 2.0  # a start waits this long for the index to be complete, then goes on without
@@ -62,6 +60,9 @@ class StoreUser(Protocol):
     def folder_lost(self) -> None:
         """Puts again what RAM has: the folder is another one, and what was on disk is gone. Never waits."""
 
+    def expire(self, before_ns: int) -> None:
+        """Drops what was last used before then (nanoseconds since the epoch)."""
+
 
 class DiskStore:
     """Blocks of all models under `root`, in files of at most `max_bytes` in total; thread-safe.
@@ -74,7 +75,6 @@ class DiskStore:
         self, root: Path, max_bytes: int, queue_bytes: int, reserve_bytes: int | None, ttl_s: float = 0
     ) -> None:
         self.root = root
-        self.sweeps: set[Sweep] = set()  # called when blocks expire: what else was not used since then has to go
         self.index_damaged = 0  # how often the index file had to be made anew
         self._queue = WriteQueue("omlx-writer", queue_bytes, self._work, self._rest, self._end)
         self.blocks = BlockLedger(root, max_bytes, reserve_bytes, self._queue)
@@ -366,8 +366,8 @@ class DiskStore:
         before_ns = self._expiry.due()
         if before_ns is not None:
             self.remove_unused(before_ns, reason="expired")
-            for sweep in list(self.sweeps):
-                sweep(before_ns)
+            for user in list(self._users):
+                user.expire(before_ns)
 
     def remove_unused(self, before_ns: int, folder: str | None = None, *, reason: str = "cleared") -> dict[Key, int]:
         """Deletes the blocks of a model, or of all, that were last used before then and are not pinned.

@@ -220,6 +220,22 @@ def test_a_block_whose_file_is_gone_is_written_when_it_is_saved_again(opened: Op
     assert settled(cache) == {0}
 
 
+def test_a_folder_that_is_lost_makes_blocks_in_ram_unsaved_again(opened: Opener, tmp_path: Path) -> None:
+    cache = opened(hot=10)
+    for n in range(3):
+        save(cache, n)
+    assert cache.flush(5) and cache.stats().unsaved_bytes == 0
+    (tmp_path / "root").rename(tmp_path / "elsewhere")
+    save(cache, 3)
+    for _ in range(100):
+        cache.flush(5)
+        if on_disk(cache) == {0, 1, 2, 3}:
+            break
+        time.sleep(0.05)
+    assert on_disk(cache) == {0, 1, 2, 3} and cache.close(5)
+    assert on_disk(opened()) == {0, 1, 2, 3}
+
+
 def test_too_large_for_the_disk_is_kept_in_ram_and_leaves_like_any_other(opened: Opener) -> None:
     cache = opened(hot=2, limit=1000)
     for n in range(4):
