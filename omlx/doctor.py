@@ -45,7 +45,9 @@ class Report:
 
 def run(settings: Settings) -> int:
     """Print the report for these settings. 0 if all is well, 1 if there is a warning."""
-    found = report(settings.paged_ssd_cache_dir, settings.paged_ssd_cache_max_size, _rules(settings))
+    found = report(
+        settings.paged_ssd_cache_dir, settings.paged_ssd_cache_max_size, _rules(settings), kv_bits=settings.kv_bits
+    )
     render(found, Console())
     return 1 if found.warnings else 0
 
@@ -56,11 +58,14 @@ def _rules(settings: Settings) -> str:
     return f"write {settings.cache_write_policy}, {expire}"
 
 
-def report(cache_dir: Path | None, cache_limit: int | None = None, cache_rules: str = "") -> Report:
+def report(
+    cache_dir: Path | None, cache_limit: int | None = None, cache_rules: str = "", *, kv_bits: int | None = None
+) -> Report:
     """Look and measure; takes under a second on a healthy machine.
 
     `cache_dir` is the folder of the SSD tier (None: off), which need not exist yet and is left as it
-    is; `cache_limit` the bytes that it may take; `cache_rules` what else is to be said of it.
+    is; `cache_limit` the bytes that it may take; `cache_rules` what else is to be said of it. `kv_bits`: what KV
+    is quantised to, None for not at all.
     """
     gflops = measure_gflops()
     rows = (
@@ -71,6 +76,7 @@ def report(cache_dir: Path | None, cache_limit: int | None = None, cache_rules: 
         Row("run-time compilation", "on" if _compiles() else "off"),
         Row("speed", f"{gflops:.0f} GFLOP/s (float32, {_SIDE} x {_SIDE})"),
         Row("memory", f"{format_size(_available_memory())} available of {format_size(total_memory())}"),
+        Row("KV cache", f"quantised to {kv_bits} bits" if kv_bits else "as the model computes it"),
         *_cache_rows(cache_dir, cache_limit, cache_rules),
     )
     warnings = (*_speed_warnings(gflops), *_version_warnings(), *_room_warnings(cache_dir, cache_limit))

@@ -16,8 +16,8 @@ finished one's and read back when there is room, to the same token.
 import itertools
 import logging
 import secrets
-import sys
 import time
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -45,6 +45,7 @@ log = logging.getLogger(__name__)
 _KV_STEP = 256
 _FIRST_CHUNK = 32  # before anything is known of the model's speed
 _LONGEST_CHUNK = 2048
+_MOST_STEPS = 1 << 32
 _IDLE_CHUNK_S = 1.0  # without running streams: how long a chunk may keep an abort waiting
 
 
@@ -53,13 +54,15 @@ class SchedulerConfig(CacheConfig):
     """`max_kv_cache_memory` (bytes) bounds the KV of running requests, batch padding included.
 
     `max_stall_s`: how long running streams may wait for their next token while prompts are
-    prefilled; one chunk is always computed.
+    prefilled; one chunk is always computed. `kv_bits` (8 or 4): plain KV layers are kept quantised; None: as the
+    model computes them.
     """
 
     max_concurrent_requests: int = 16
     max_waiting_requests: int = 64
     max_kv_cache_memory: int = 8 * GB
     max_stall_s: float = 0.5
+    kv_bits: int | None = None
 
 
 def scheduler_config(exact: ExactMode | Literal["auto"], **options: Any) -> SchedulerConfig:
@@ -152,8 +155,7 @@ class Scheduler:
         self._stored = StoredPrefixes(prefix_cache, self._chunk_time, self.stats) if prefix_cache else None
         self._oldest_next = False
         self.squeezed = False
-        layout = runner.layout
-        self._bytes_per_token = layout.bytes_per_token if isinstance(layout, CacheLayout) else 0
+        self._layout = runner.layout if isinstance(runner.layout, CacheLayout) else None
 
     # ---- questions
 
@@ -192,9 +194,20 @@ class Scheduler:
     @property
     def most_tokens(self) -> int:
         """The most tokens, prompt and answer together, that a single request may have."""
-        if not self._bytes_per_token:
-            return sys.maxsize
-        return self.config.max_kv_cache_memory // self._bytes_per_token // _KV_STEP * _KV_STEP
+        limit = self.config.max_kv_cache_memory
+        # A window stops growing, so this cannot be divided.
+        steps = bisect_right(range(_MOST_STEPS), limit, key=lambda steps: self._nbytes(steps * _KV_STEP)) - 1
+        return max(steps, 0) * _KV_STEP
+
+    def _nbytes(self, tokens: int) -> int:
+        """Bytes that the caches of one request with `tokens` take up; 0 if they are of an unknown kind."""
+        chunk = _LONGEST_CHUNK if self._grid is None else self._grid.longest_cell
+        return self._layout.nbytes(tokens, chunk) if self._layout else 0
+
+    def _growth(self, row: _Row) -> int:
+        """Bytes that a running request's caches are going to grow by soon."""
+        held = row.position + len(row.answer)
+        return self._nbytes(held + row.remaining + min(row.more, _KV_STEP)) - self._nbytes(held)
 
     @property
     def prefill_speed(self) -> float | None:
@@ -271,9 +284,9 @@ class Scheduler:
             return True
         if self.squeezed or len(running) >= self.config.max_concurrent_requests:
             return False
-        ahead = sum(row.remaining + min(row.more, _KV_STEP) for row in running)
-        need = _rounded(2 * tokens) + min(more, _KV_STEP) + ahead
-        return self.kv_bytes + need * self._bytes_per_token <= self.config.max_kv_cache_memory
+        ahead = sum(map(self._growth, running))
+        need = self._nbytes(_rounded(2 * tokens) + min(more, _KV_STEP))
+        return self.kv_bytes + need + ahead <= self.config.max_kv_cache_memory
 
     def _admit(self) -> _Row | None:
         """The next request, its stored prefix restored: a paused one before those that wait."""
@@ -387,7 +400,9 @@ class Scheduler:
         tokens = self._chunk_time.tokens_within(seconds, row.position)
         if tokens is None:
             tokens = _FIRST_CHUNK
-        return min(max(tokens, _FIRST_CHUNK), _LONGEST_CHUNK, row.remaining)
+        size = min(max(tokens, _FIRST_CHUNK), _LONGEST_CHUNK, row.remaining)
+        stop = self._cache.chunk_end(row.id, row.position) if self._cache and row.request.use_cache else None
+        return size if stop is None else min(size, stop - row.position)
 
     def _chunk(self, row: _Row, seconds: float) -> None:
         """One forward pass over the next prompt tokens; the blocks that became full are stored."""
@@ -417,12 +432,13 @@ class Scheduler:
             self._store(row, tokens[:-1], row.caches, prefill_end=prefill_end)
             self._join(row, tokens[-1], tokens[:-1], sampler, prompts=True)
             return
+        before = layer_state.frozen(row.caches)
         logits = self._runner.logits(tokens[-1], row.caches)
         token, logprobs = first_token(logits, tokens, sampler, row.processors)
         reason = self._reason(row, token)
         self._hand_out(row, token, logprobs, reason)
         layer_state.evaluate(row.caches)
-        self._store(row, tokens[:-1], row.caches, prefill_end=prefill_end)
+        self._store(row, tokens[:-1], before, prefill_end=prefill_end)
         if reason is not None:
             self._end(row, reason, lambda row: (row.caches, tokens))
         else:

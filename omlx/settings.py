@@ -57,6 +57,7 @@ _BUDGETS = (
     "max_concurrent_requests",
     "max_waiting_requests",
     "max_stall_s",
+    "kv_bits",
     "block_size",
     "exact",
 )
@@ -164,6 +165,12 @@ class Settings(BaseModel):
         "Memory of the whole process, as 16GB or as 80% of RAM, beyond which stored blocks leave RAM; "
         f"0 sets no limit. auto: {_AUTO_PROCESS_SHARE}% of RAM.",
     )
+    kv_bits: int | None = _option(
+        None,
+        "8|4",
+        "Keep the KV of plain attention layers quantised, in RAM and in the cache: a half or a quarter of the bytes, "
+        "and slightly other answers. Refused for models that cannot work with it.",
+    )
     block_size: int = _option(64, "TOKENS", "Tokens of a stored block, a multiple of 8.", ge=8, le=4096, multiple_of=8)
     max_concurrent_requests: int = _option(16, "N", "Requests that run at the same time.", ge=1, le=4096)
     max_waiting_requests: int = _option(64, "N", "Requests that may wait for their turn; more get a 503.", ge=0)
@@ -250,6 +257,13 @@ class Settings(BaseModel):
             raise ValueError(f"{quoted(value)} is for one model: --model has to name it")
         return value
 
+    @field_validator("kv_bits")
+    @classmethod
+    def _known_bits(cls, value: int | None) -> int | None:
+        if value not in (None, 8, 4):
+            raise ValueError(f"{quoted(value)} must be 8 or 4")
+        return value
+
     @field_validator("home", "adapter_path", "paged_ssd_cache_dir")
     @classmethod
     def _absolute(cls, value: Path | None) -> Path | None:
@@ -312,6 +326,7 @@ class Settings(BaseModel):
             max_kv_cache_memory=self.max_kv_cache_memory,
             max_process_memory=self.max_process_memory,
             max_stall_s=self.max_stall_s,
+            kv_bits=self.kv_bits,
         )
 
     def resolve_sources(self) -> dict[str, str]:

@@ -94,9 +94,9 @@ def test_serve_takes_flags_environment_and_file(
     add_model(home, "org/tiny")
     monkeypatch.setenv("OMLX_PORT", "81")
     (home / "settings.json").write_text(json.dumps({"port": 82, "host": "::1"}))
-    assert main(["serve", "--model", "org/tiny", "--max-stall", "0.25"]) == 0
+    assert main(["serve", "--model", "org/tiny", "--max-stall", "0.25", "--kv-bits", "4"]) == 0
     assert (served[0].model, served[0].port, served[0].host) == ("org/tiny", 81, "::1")
-    assert served[0].max_stall_s == 0.25
+    assert (served[0].max_stall_s, served[0].kv_bits) == (0.25, 4)
 
 
 def test_without_any_model_one_line_says_how_to_get_one(

@@ -19,6 +19,8 @@ def test_a_report_names_versions_device_blas_and_speed() -> None:
     assert float(rows["speed"].split()[0]) > 0
     assert " available of " in rows["memory"]
     assert rows["SSD cache"].startswith("off")
+    assert rows["KV cache"] == "as the model computes it"
+    assert dict(doctor.report(None, kv_bits=8).rows)["KV cache"] == "quantised to 8 bits"
 
 
 def test_the_cache_folder_is_looked_at_and_not_made(tmp_path: Path) -> None:
@@ -73,6 +75,6 @@ def test_the_status_says_whether_there_are_warnings(
     settings = Settings(home=tmp_path, paged_ssd_cache_dir=file, cache_ttl="7d", cache_write_policy="back")  # type: ignore[arg-type]
     assert doctor.run(settings) == 1
     assert "write back, unused blocks go after 7d" in capsys.readouterr().out
-    monkeypatch.setattr(doctor, "report", lambda folder, limit, rules: doctor.Report((), ()))
+    monkeypatch.setattr(doctor, "report", lambda *given, **more: doctor.Report((), ()))
     assert doctor.run(Settings(home=tmp_path)) == 0
     assert "all well" in capsys.readouterr().out

@@ -97,7 +97,7 @@ async def test_the_served_name_does_not_change_with_an_adapter(world):
 
 def test_the_dtype_of_kv_is_a_part_of_the_key():
     def root(dtype: str) -> bytes:
-        return CacheIdentity(b"f", CacheLayout((), (StatePart("0.keys", dtype, 2, 16),)), "n").root(64, "")
+        return CacheIdentity(b"f", CacheLayout((), (), (StatePart("0.keys", dtype, (1, 2, 1, 16)),)), "n").root(64, "")
 
     assert len({root(dtype) for dtype in ("F32", "F16", "BF16")}) == 3
 
@@ -205,7 +205,7 @@ def test_tokens_moved_between_blocks_or_into_the_parent_give_other_names():
 
 
 def test_a_salt_that_looks_like_other_fields_is_still_a_salt():
-    layout = CacheLayout((), (StatePart("0.keys", "F32", 2, 16),))
+    layout = CacheLayout((), (), (StatePart("0.keys", "F32", (1, 2, 1, 16)),))
     identity = CacheIdentity(b"finger", layout, "n")
     salts = [
         "",
@@ -230,5 +230,5 @@ def test_a_salt_that_looks_like_other_fields_is_still_a_salt():
 
 
 def test_numerics_are_no_part_of_the_name():
-    layout = CacheLayout((), (StatePart("0.keys", "F32", 2, 16),))
+    layout = CacheLayout((), (), (StatePart("0.keys", "F32", (1, 2, 1, 16)),))
     assert CacheIdentity(b"f", layout, "here").root(64, "") == CacheIdentity(b"f", layout, "there").root(64, "")

@@ -83,6 +83,14 @@ def test_a_flag_wins_over_the_environment_over_the_file_over_the_default(env: di
 
 
 @SOURCES
+@pytest.mark.parametrize("bits", [8, 4])
+def test_kv_bits_reach_the_scheduler(source: str, bits: int, env: dict[str, str]) -> None:
+    settings = load_from(source, "kv_bits", str(bits), env)
+    assert settings.scheduler_config().kv_bits == settings.kv_bits == bits
+    assert Settings.load({}, {"OMLX_HOME": "/nowhere"}).scheduler_config().kv_bits is None
+
+
+@SOURCES
 @pytest.mark.parametrize("text", GOOD_SIZES)
 def test_a_size_means_the_same_from_everywhere(source: str, text: str, env: dict[str, str]) -> None:
     assert load_from(source, "hot_cache_max_size", text, env).hot_cache_max_size == GOOD_SIZES[text]
@@ -241,6 +249,8 @@ def test_the_caches_rules_reach_the_cache_and_are_shown(env: dict[str, str]) -> 
         ("model", "a\0b"),
         ("block_size", "20"),
         ("block_size", "0"),
+        ("kv_bits", "5"),
+        ("kv_bits", "eight"),
         ("max_concurrent_requests", "0"),
         ("max_waiting_requests", "-1"),
         ("max_kv_cache_memory", "0"),

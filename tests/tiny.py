@@ -59,11 +59,13 @@ class TinyRunner:
     def prefill(self, tokens: Sequence[int], caches: list[Any]) -> None:
         self.computed += len(tokens)
         self.chunks.append((caches[0].offset, len(tokens)))
+        layer_state.settle(caches)
         self.decoder(mx.array([tokens]), cache=caches)
         layer_state.evaluate(caches)
 
     def logits(self, token: int, caches: list[Any]) -> mx.array:
         self.computed += 1
+        layer_state.settle(caches)
         return self.decoder(mx.array([[token]]), cache=caches)[:, -1]
 
 
@@ -75,7 +77,7 @@ class Bench:
         self.runner = runner
         self.store = store
         self.config = SchedulerConfig(**config)
-        self.paged = PagedCacheManager(self.config.block_size, len(runner.layout.kinds))
+        self.paged = PagedCacheManager(self.config.block_size, len(runner.layout.layers))
         identity = CacheIdentity(runner.fingerprint, runner.layout, numerics)
         self.prefix = BlockAwarePrefixCache(
             self.paged, store, block_size=self.config.block_size, identity=identity, exact=self.config.exact

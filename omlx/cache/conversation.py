@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from omlx.cache.block import TOKEN_BYTES, common_tokens
+from omlx.cache.companions import companions_of
 from omlx.cache.interface import BlockMeta, CacheManager
 
 
@@ -30,8 +31,8 @@ class _Block(NamedTuple):
 class Conversation:
     """The stored blocks whose tokens are those of a prompt as far as both go: its own, and what continues it.
 
-    `found` has each behind its parent. `branches` are blocks on which something else builds too. What holds no tokens
-    (a companion of a block) belongs to its block. Made by any thread; reads heads of files.
+    `found` has each behind its parent. `branches` are blocks on which something else builds too, `beside` the
+    companions of blocks. Made by any thread; reads heads of files.
     """
 
     def __init__(self, store: CacheManager, root: bytes, prompt: bytes) -> None:
@@ -45,12 +46,11 @@ class Conversation:
         while ahead:
             parent, start = ahead.pop()
             for child in store.all_children(parent):
-                if not child.tokens:
-                    self.beside.setdefault(parent, []).append(child)
-                elif not self._continues(child.tokens, start):
+                if not self._continues(child.tokens or b"", start):
                     self.branches.add(parent)
                 elif child.block_hash not in self.found:
                     self.found[child.block_hash] = _Block(child, start + child.token_count)
+                    self.beside[child.block_hash] = store.all_children(companions_of(child.block_hash))
                     ahead.append((child.block_hash, start + child.token_count))
 
     def _continues(self, tokens: bytes, start: int) -> bool:

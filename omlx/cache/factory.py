@@ -8,7 +8,7 @@ from omlx.cache.grid import ExactMode
 from omlx.cache.interface import CacheManager
 from omlx.cache.paged_cache import PagedCacheManager
 from omlx.cache.paged_ssd_cache import PagedSSDCacheManager, WritePolicy
-from omlx.cache.prefix_cache import BlockAwarePrefixCache, CacheIdentity
+from omlx.cache.prefix_cache import SNAPSHOT_BYTES_PER_TOKEN, BlockAwarePrefixCache, CacheIdentity
 from omlx.cache.vision_feature_cache import VisionFeatureSSDCache
 from omlx.sizes import parse_duration, parse_size, quoted
 from omlx.storage.folder import VISION_FOLDER, folder_name
@@ -26,7 +26,8 @@ class CacheConfig:
     `paged_ssd_cache_dir` there is no SSD tier. When the whole process takes up more than
     `max_process_memory`, blocks leave RAM; 0 sets no such limit. `cache_write_policy` "back" writes a
     block's file only when the block leaves RAM, and at close. What was not used for `cache_ttl` seconds
-    is removed; 0 is never.
+    is removed; 0 is never. Recurrent states are kept at so many places of a prompt that they add about
+    `snapshot_bytes_per_token` to each of its tokens.
     """
 
     block_size: int = 64
@@ -37,6 +38,7 @@ class CacheConfig:
     cache_write_policy: WritePolicy = "through"
     cache_ttl: int = 0
     exact: ExactMode = "off"
+    snapshot_bytes_per_token: int = SNAPSHOT_BYTES_PER_TOKEN
 
     def __post_init__(self) -> None:
         """Sizes and durations may be text ("200GB", "7d"). Raises ValueError for what is none, as everywhere else."""
@@ -111,5 +113,6 @@ class CacheFactory:
         """The prefix cache over a store. Without an `identity` it serves save_block and load_block only."""
         del model  # the documents pass it; what matters of a model is in its identity
         return BlockAwarePrefixCache(
-            paged_cache, paged_ssd_cache, block_size=config.block_size, identity=identity, exact=config.exact
-        )
+            paged_cache, paged_ssd_cache, block_size=config.block_size, identity=identity, exact=config.exact,
+            snapshot_bytes_per_token=config.snapshot_bytes_per_token,
+        )  # fmt: skip

@@ -33,6 +33,11 @@ class PrefillGrid:
         base = next(cell for limit, cell in _CELLS if position < limit)
         return math.gcd(base, self.block_size)
 
+    @property
+    def longest_cell(self) -> int:
+        """Tokens of a forward pass, at most."""
+        return self.cell(0)
+
     def floor(self, position: int) -> int:
         """The last edge at or before `position`."""
         return position - position % self.cell(position)

@@ -118,6 +118,11 @@ class CacheManager(ABC):
         On None the target holds garbage. Neither marks the block as used nor puts it back into RAM.
         """
 
+    def restore_block(self, block_hash: bytes) -> bool:
+        """Puts a block back into RAM that is only in a file; False if it is not there then. Reads files, no MLX."""
+        del block_hash
+        return False
+
     @abstractmethod
     def tier_of(self, block_hash: bytes) -> Tier | None:
         """The fastest place where the block is now; "writing" is a queued write of a block that has left RAM."""

@@ -1,172 +1,123 @@
-"""Layer caches of mlx-lm <-> blocks: the only file that touches `mlx_lm.models.cache`.
+"""Layer caches <-> blocks: state is copied out of running caches, and read into new ones.
 
-A model's cache is a list with one object a layer. What can be stored is decided by one table,
-`KINDS`: it says which arrays of a layer cache hold its state and how to build the cache again. All
-kinds here are *slices*: their arrays have a token axis (axis 2) and can be cut between any two
-tokens. A layer whose class is not in the table makes the whole model uncacheable; `describe` then
-says why.
-
-Own layout, never the library's `state` tuple: that changed between patch releases.
+`layer_kinds` knows the classes, `layer_layout` what a model's caches hold; this file moves the bytes.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
-from mlx_lm.models.cache import KVCache, make_prompt_cache
 
-from omlx.arrays import DTYPE_NAMES, ArrayPool, as_numpy, empty_array
+from omlx.arrays import ArrayPool, as_numpy, empty_array
+from omlx.cache.layer_kinds import (
+    TOKEN_AXIS,
+    Storage,
+    batchable,
+    evaluate,
+    frozen,
+    head_dims,
+    leaves,
+    nbytes,
+    new_cache,
+    settle,
+)
+from omlx.cache.layer_layout import CacheLayout, Layer, StatePart, Uncacheable, WindowGroup, describe, token_specs
 from omlx.storage.tensor_file import BlockBuffer, TensorSpec
 
-TOKEN_AXIS = 2
+__all__ = [
+    "CacheLayout", "HeldWindow", "KVSlabs", "Move", "StatePart", "Uncacheable", "WindowGroup", "batchable", "describe",
+    "evaluate", "extract", "frozen", "head_dims", "held_windows", "nbytes", "new_cache", "part_of", "settle",
+    "snapshot",
+]  # fmt: skip
+
+View = npt.NDArray[Any]
 
 
-class LayerKind(NamedTuple):
-    """How one class of layer cache is stored.
-
-    `names` are the parts of its state. `arrays(cache)` gives one array (1, heads, capacity, dim)
-    for each, of which the first `offset` tokens are valid. `build(arrays, n_tokens)` makes a cache
-    that owns these arrays and holds `n_tokens`.
-    """
-
-    name: str
-    names: tuple[str, ...]
-    arrays: Callable[[Any], tuple[mx.array, ...]]
-    build: Callable[[Sequence[mx.array], int], Any]
+def _stored(layout: CacheLayout, caches: Sequence[Any], storage: Storage) -> Iterator[tuple[Layer, Any]]:
+    """The layers of one kind of storage that hold something."""
+    for layer, cache in zip(layout.layers, leaves(caches), strict=True):
+        if layer.kind.storage == storage and layer.arrays:
+            yield layer, cache
 
 
-def _build_kv(arrays: Sequence[mx.array], n_tokens: int) -> KVCache:
-    cache = KVCache()
-    cache.keys, cache.values = arrays
-    cache.offset = n_tokens
-    return cache
+def _arrays(layout: CacheLayout, caches: Sequence[Any], storage: Storage) -> list[mx.array]:
+    return [array for layer, cache in _stored(layout, caches, storage) for _, array in layer.kind.arrays(cache)]
 
 
-KINDS: dict[type, LayerKind] = {
-    KVCache: LayerKind("kv", ("keys", "values"), lambda c: (c.keys, c.values), _build_kv),
-}
-
-
-class StatePart(NamedTuple):
-    """One array of one layer: `name` in files, heads and dim of (1, heads, tokens, dim)."""
-
-    name: str
-    dtype: str
-    heads: int
-    dim: int
-
-
-class CacheLayout(NamedTuple):
-    """What a block of this model holds; equal layouts are interchangeable."""
-
-    kinds: tuple[LayerKind, ...]
-    parts: tuple[StatePart, ...]  # layer by layer, in the order of LayerKind.names
-
-    @property
-    def bytes_per_token(self) -> int:
-        return sum(spec.nbytes for spec in self.specs(1))
-
-    def specs(self, n_tokens: int) -> tuple[TensorSpec, ...]:
-        """The tensors of a block of `n_tokens`, in file order."""
-        return _specs(self.parts, n_tokens)
-
-    def __str__(self) -> str:
-        """Part of the root hash."""
-        return ";".join(f"{p.name}:{p.dtype}:{p.heads}x{p.dim}" for p in self.parts)
-
-
-@lru_cache(maxsize=256)
-def _specs(parts: tuple[StatePart, ...], n_tokens: int) -> tuple[TensorSpec, ...]:
-    return tuple(TensorSpec(p.name, p.dtype, (1, p.heads, n_tokens, p.dim)) for p in parts)
-
-
-@dataclass(frozen=True, slots=True)
-class Uncacheable:
-    """A model whose state cannot be stored, and the one line that says why."""
-
-    reason: str
-
-
-def new_cache(model: Any) -> list[Any]:
-    """Empty layer caches for one sequence."""
-    return list(make_prompt_cache(model))
-
-
-def evaluate(caches: Sequence[Any]) -> None:
-    """Waits until everything in the caches is computed (and nothing else, such as logits)."""
-    mx.eval([cache.state for cache in caches])
-
-
-def nbytes(caches: Sequence[Any]) -> int:
-    """Bytes allocated for these caches, room for tokens to come included."""
-    return sum(cache.nbytes for cache in caches)
-
-
-def describe(caches: Sequence[Any]) -> CacheLayout | Uncacheable:
-    """The layout of caches that hold at least one token."""
-    kinds: list[LayerKind] = []
-    parts: list[StatePart] = []
-    for index, cache in enumerate(caches):
-        kind = KINDS.get(type(cache))
-        if kind is None:
-            return Uncacheable(f"layer {index} keeps its state in {type(cache).__name__}, which cannot be stored yet")
-        kinds.append(kind)
-        for name, array in zip(kind.names, kind.arrays(cache), strict=True):
-            parts.append(StatePart(f"{index}.{name}", DTYPE_NAMES[array.dtype], array.shape[1], array.shape[3]))
-    return CacheLayout(tuple(kinds), tuple(parts))
-
-
-def _live_arrays(layout: CacheLayout, caches: Sequence[Any]) -> list[mx.array]:
-    return [array for kind, cache in zip(layout.kinds, caches, strict=True) for array in kind.arrays(cache)]
+# ---- out of running caches
 
 
 def extract(layout: CacheLayout, caches: Sequence[Any], start: int, stop: int) -> BlockBuffer:
-    """Copies the state of tokens [start, stop) out of evaluated caches.
+    """Copies what is cut anywhere of tokens [start, stop) out of evaluated caches.
 
     The copy shares no memory with the live caches. No view survives this call: while another
     reference to an array lives, the next update of its cache copies the whole array.
     """
     block = BlockBuffer.empty(layout.specs(stop - start))
-    for tensor, array in zip(block.tensors(), _live_arrays(layout, caches), strict=True):
+    for tensor, array in zip(block.tensors(), _arrays(layout, caches, "slice"), strict=True):
         np.copyto(tensor, as_numpy(array)[:, :, start:stop])
     return block
 
 
-class KVSlabs:
-    """Arrays of the final shape that blocks are read straight into, then handed to layer caches.
+def snapshot(layout: CacheLayout, caches: Sequence[Any]) -> BlockBuffer:
+    """Copies the recurrent states, which are those after the caches' last token."""
+    block = BlockBuffer.empty(layout.state_specs)
+    for tensor, array in zip(block.tensors(), _arrays(layout, caches, "state"), strict=True):
+        np.copyto(tensor, as_numpy(array))
+    return block
 
-    `capacity` is in tokens: those to restore and room for those to come, so that the first updates
-    need no new memory. A `pool` recycles the memory of earlier slabs, and may give some more room.
-    Writing into an evaluated array's memory is safe as long as nobody else holds it and no view
-    outlives `caches()`.
+
+class HeldWindow:
+    """What running caches hold of one window: the tokens [first, end). To be dropped before the next pass.
+
+    `keep` leading tokens of the text are there as well, whatever `first` is.
     """
 
-    def __init__(self, layout: CacheLayout, capacity: int, pool: ArrayPool | None = None) -> None:
-        self._layout = layout
+    def __init__(self, group: WindowGroup, arrays: Sequence[mx.array], end: int) -> None:
+        self.group = group
+        self.end = end
+        self._views = [as_numpy(array) for array in arrays]
+        recent = min(view.shape[TOKEN_AXIS] for view in self._views) - group.keep
+        self.first = 0 if recent + group.keep >= end else end - recent
 
-        def make(capacity: int) -> list[mx.array]:
-            return [empty_array(p.dtype, (1, p.heads, capacity, p.dim)) for p in layout.parts]
+    def copy(self, block: BlockBuffer, at: int, start: int, stop: int) -> None:
+        """Copies the tokens [start, stop) into a block, from its token `at` on."""
+        for tensor, view in zip(block.tensors(), self._views, strict=True):
+            begin = view.shape[TOKEN_AXIS] - (self.end - start)
+            tensor[:, :, at : at + stop - start] = view[:, :, begin : begin + stop - start]
 
-        self._arrays = pool.take(layout.parts, capacity, make) if pool else make(capacity)
-        self._views = [as_numpy(array) for array in self._arrays]
-        self._rows = [_Row(memoryview(head).cast("B"), head.strides[0]) for view in self._views for head in view[0]]
 
-    def target(self, start: int, take: int, block_tokens: int) -> "SlabTarget":
-        """Where a block of `block_tokens` goes whose first `take` tokens are wanted at `start`."""
-        return SlabTarget(self._layout.specs(block_tokens), self._views, self._rows, start, take)
+def held_windows(layout: CacheLayout, caches: Sequence[Any]) -> list[HeldWindow]:
+    """For each of the layout's windows what the caches hold of it."""
+    found: dict[tuple[int, int], list[mx.array]] = {(group.size, group.keep): [] for group in layout.windows}
+    end = 0
+    for layer, cache in _stored(layout, caches, "window"):
+        assert layer.window is not None
+        found[layer.window] += [array for _, array in layer.kind.arrays(cache)]
+        end = cache.offset
+    mx.eval(list(found.values()))
+    return [HeldWindow(group, found[group.size, group.keep], end) for group in layout.windows]
 
-    def caches(self, n_tokens: int) -> list[Any]:
-        """The layer caches over the first `n_tokens`; the slabs are theirs from then on."""
-        self._views.clear()
-        self._rows.clear()
-        arrays = iter(self._arrays)
-        built = [kind.build([next(arrays) for _ in kind.names], n_tokens) for kind in self._layout.kinds]
-        self._arrays = []
-        return built
+
+def part_of(block: BlockBuffer, specs: tuple[TensorSpec, ...], start: int) -> BlockBuffer:
+    """A copy of the tokens of `block` from its token `start` on, as many as `specs` say."""
+    part = BlockBuffer.empty(specs)
+    for tensor, whole in zip(part.tensors(), block.tensors(), strict=True):
+        np.copyto(tensor, whole[:, :, start : start + tensor.shape[TOKEN_AXIS]])
+    return part
+
+
+# ---- into new caches
+
+
+class Move(NamedTuple):
+    """`size` tokens of a block, from its token `source` on, go to `target` in the slabs."""
+
+    source: int
+    target: int
+    size: int
 
 
 class _Row(NamedTuple):
@@ -176,23 +127,93 @@ class _Row(NamedTuple):
     token_bytes: int
 
 
+class _Slabs:
+    """Arrays (1, heads, capacity, dim) that blocks are read straight into.
+
+    Writing into an evaluated array's memory is safe as long as nobody else holds it and no view
+    outlives `hand_over`.
+    """
+
+    def __init__(self, parts: tuple[StatePart, ...], capacity: int, pool: ArrayPool | None = None) -> None:
+        def make(capacity: int) -> list[mx.array]:
+            return [empty_array(spec.dtype, spec.shape) for spec in token_specs(parts, capacity)]
+
+        self._arrays = pool.take(parts, capacity, make) if pool and parts else make(capacity)
+        self.views = [as_numpy(array) for array in self._arrays]
+        self.rows = [_Row(memoryview(head).cast("B"), head.strides[0]) for view in self.views for head in view[0]]
+
+    def hand_over(self) -> Iterator[mx.array]:
+        """The arrays; they are the caller's from then on."""
+        self.views.clear()
+        self.rows.clear()
+        arrays, self._arrays = self._arrays, []
+        return iter(arrays)
+
+
+class KVSlabs:
+    """The arrays of new layer caches: blocks are read straight into them, then they are handed over.
+
+    `capacity` is in tokens: those to restore and room for those to come, so that the first updates
+    need no new memory. A `pool` recycles the memory of earlier slabs, and may give some more room.
+    `end` tokens will be restored; only windows have to know that beforehand.
+    """
+
+    def __init__(self, layout: CacheLayout, capacity: int, pool: ArrayPool | None = None, *, end: int = 0) -> None:
+        self._layout = layout
+        self._slices = _Slabs(layout.parts, capacity, pool)
+        self._windows = [_Slabs(group.parts, min(end, group.size)) for group in layout.windows]
+        self._states = [empty_array(part.dtype, part.shape) for part in layout.states]
+        self._state_views = [as_numpy(array) for array in self._states]
+
+    def target(self, start: int, take: int, block_tokens: int) -> "SlabTarget":
+        """Where a block of `block_tokens` goes whose first `take` tokens are wanted at `start`."""
+        return SlabTarget(self._layout.specs(block_tokens), self._slices, (Move(0, start, take),))
+
+    def window_target(self, group: int, block_tokens: int, moves: tuple[Move, ...]) -> "SlabTarget":
+        """Where a block of one of the layout's `windows` goes."""
+        return SlabTarget(self._layout.windows[group].specs(block_tokens), self._windows[group], moves)
+
+    def state_target(self) -> "StateTarget":
+        """Where the recurrent states go."""
+        return StateTarget(self._layout.state_specs, self._state_views)
+
+    def caches(self, n_tokens: int) -> list[Any]:
+        """The layer caches over the first `n_tokens`; the slabs are theirs from then on."""
+        self._state_views.clear()
+        slices, states = self._slices.hand_over(), iter(self._states)
+        self._states = []
+        windows = {
+            (group.size, group.keep): slabs.hand_over()
+            for group, slabs in zip(self._layout.windows, self._windows, strict=True)
+        }
+
+        def build(layer: Layer) -> Any:
+            if not layer.arrays:
+                return layer.cls(*layer.params)
+            source = states if layer.kind.storage == "state" else windows[layer.window] if layer.window else slices
+            return layer.kind.build(layer.cls, layer.params, [next(source) for _ in range(layer.arrays)], n_tokens)
+
+        return _planted(self._layout.tree, [build(layer) for layer in self._layout.layers])
+
+
+def _planted(tree: tuple[Any, ...], built: list[Any]) -> list[Any]:
+    """The caches in the lists that they were in."""
+    return [built[node] if isinstance(node, int) else node[0](*_planted(node[1], built)) for node in tree]
+
+
 class SlabTarget:
     """A place in the slabs for one block (the store's ReadTarget)."""
 
-    def __init__(
-        self, specs: tuple[TensorSpec, ...], views: list[npt.NDArray[Any]], rows: list[_Row], start: int, take: int
-    ) -> None:
+    def __init__(self, specs: tuple[TensorSpec, ...], slabs: _Slabs, moves: tuple[Move, ...]) -> None:
         self.specs = specs
-        self._views = views
-        self._rows = rows
-        self._start = start
-        self._take = take
+        self._slabs = slabs
+        self._moves = moves
 
     def copy_from(self, block: BlockBuffer) -> None:
         """Takes the wanted tokens out of a block in RAM."""
-        start, stop = self._start, self._start + self._take
-        for view, tensor in zip(self._views, block.tensors(), strict=True):
-            view[:, :, start:stop] = tensor[:, :, : self._take]
+        for view, tensor in zip(self._slabs.views, block.tensors(), strict=True):
+            for source, target, size in self._moves:
+                view[:, :, target : target + size] = tensor[:, :, source : source + size]
 
     def pieces(self) -> list[memoryview] | None:
         """Writable memory for the file's payload, in file order: one piece a head.
@@ -200,7 +221,23 @@ class SlabTarget:
         None when only a part of the block is wanted: its bytes are not together in the slabs, so
         the store reads the block and calls `copy_from`.
         """
-        if self.specs[0].shape[TOKEN_AXIS] != self._take:
+        source, start, size = self._moves[0]
+        if len(self._moves) > 1 or source or self.specs[0].shape[TOKEN_AXIS] != size:
             return None
-        start, stop = self._start, self._start + self._take
-        return [memory[start * size : stop * size] for memory, size in self._rows]
+        stop = start + size
+        return [memory[start * token : stop * token] for memory, token in self._slabs.rows]
+
+
+class StateTarget:
+    """The place for recurrent states, which are taken as a whole."""
+
+    def __init__(self, specs: tuple[TensorSpec, ...], views: list[View]) -> None:
+        self.specs = specs
+        self._views = views
+
+    def copy_from(self, block: BlockBuffer) -> None:
+        for view, tensor in zip(self._views, block.tensors(), strict=True):
+            np.copyto(view, tensor)
+
+    def pieces(self) -> list[memoryview] | None:
+        return [memoryview(view.reshape(-1)).cast("B") for view in self._views]

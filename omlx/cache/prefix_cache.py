@@ -5,74 +5,52 @@ arrays of the final shape, and cuts a running request's state into blocks to sto
 the block store's affair, who holds what the PagedCacheManager's.
 """
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import takewhile
 from typing import Any, Literal, NamedTuple
 
 from omlx.arrays import ArrayPool
-from omlx.cache.block import TOKEN_BYTES, block_hash, common_tokens, pack_tokens, root_hash, slice_tokens
+from omlx.cache.block import TOKEN_BYTES, block_hash, pack_tokens, slice_tokens
+from omlx.cache.companions import Companion, WindowStages, companion_names, companions_of, state_name, window_name
 from omlx.cache.conversation import Conversation, Forgotten, forget
 from omlx.cache.grid import ExactMode, PrefillGrid
-from omlx.cache.interface import BlockMeta, CacheManager
-from omlx.cache.layer_state import CacheLayout, KVSlabs, extract
+from omlx.cache.interface import BlockMeta, CacheManager, ReadTarget
+from omlx.cache.layer_state import KVSlabs, extract, held_windows, snapshot
 from omlx.cache.paged_cache import PagedCacheManager
+from omlx.cache.prefix_search import (
+    CELLS,
+    DECODED,
+    CacheIdentity,
+    Found,
+    MatchedBlock,
+    PrefixSearch,
+    Sought,
+    exact_upto,
+    names,
+)
 from omlx.cache.probe import BlockState, FirstMiss, MatchEnd, PrefixProbe
 from omlx.cache.reading import BlockRead, BlockReaders, RestoreTooSlow, Worth
 from omlx.metrics import RestoreTime
+from omlx.storage.tensor_file import BlockBuffer
 
-FORMAT = "1"
-# Blocks that hold more than whole grid cells have names of their own, and so do all that build on
-# them: what a prompt's prefill gives and what an answer's decoding left never replace each other.
-_CELLS, _DECODED = b"", b"decoded"
+__all__ = [
+    "SNAPSHOT_BYTES_PER_TOKEN", "BlockAwarePrefixCache", "CacheIdentity", "PrefixCache", "PrefixMatch", "Restored",
+    "StoredPart",
+]  # fmt: skip
+
 _IDLE_SLAB_BYTES = 512 << 20  # what may stay of the slabs of earlier restores, for the next one
-
-
-def _names(parent: bytes, tokens: bytes) -> list[bytes]:
-    """What the block with these tokens may be called."""
-    return [block_hash(parent, tokens, lineage) for lineage in (_CELLS, _DECODED)]
-
-
-@dataclass(frozen=True, slots=True)
-class CacheIdentity:
-    """Everything but the tokens that decides whether KV values may be reused.
-
-    `fingerprint` names the weights by content. `numerics` names what changes only the last bits
-    (device, versions, BLAS and its threads, prefill grid): it is kept with each block and compared
-    in the exact modes, but it is not part of the hash, so `off` can use such blocks.
-    """
-
-    fingerprint: bytes
-    layout: CacheLayout
-    numerics: str
-
-    def root(self, block_size: int, salt: str) -> bytes:
-        return root_hash(FORMAT, self.fingerprint, str(self.layout), str(block_size), salt)
-
-
-class MatchedBlock(NamedTuple):
-    """The first `take` tokens of a stored block, wanted at position `start`."""
-
-    meta: BlockMeta
-    start: int
-    take: int
-
-    @property
-    def end(self) -> int:
-        return self.start + self.take
-
-    @property
-    def exact(self) -> bool:
-        """Whether all tokens used come from whole grid cells."""
-        return self.take <= self.meta.exact_tokens
+# A recurrent state is as large as hundreds of tokens of KV: it is kept at so few places that it adds this much a token.
+SNAPSHOT_BYTES_PER_TOKEN = 64 << 10
 
 
 class PrefixMatch(NamedTuple):
     """What is stored of a prompt: `tokens` leading tokens in `blocks`, all pinned.
 
     Up to position `exact_upto` the values are those of a prefill in whole grid cells. `mode` is what
-    it was found by.
+    it was found by. `companions` hold what a window or a recurrent state adds at its end, and only there.
     """
 
     request_id: str
@@ -80,6 +58,7 @@ class PrefixMatch(NamedTuple):
     tokens: int
     exact_upto: int
     mode: ExactMode
+    companions: tuple[Companion, ...] = ()
 
 
 class StoredPart(NamedTuple):
@@ -106,13 +85,18 @@ class _Chain:
     """The blocks of one running request.
 
     `hashes` of its full blocks so far; `cuts`, the positions where a prefill ended whose state this
-    request carries on; `cold`, the full blocks that were read from files.
+    request carries on; `cold`, the full blocks that were read from files, and `cold_companions`;
+    `avoid`, the names of what could not be read.
     """
 
+    sought: Sought
     root: bytes
-    hashes: list[bytes] = field(default_factory=list)
+    stages: WindowStages
+    hashes: list[bytes]
     cuts: set[int] = field(default_factory=set)
     cold: list[int] = field(default_factory=list)
+    cold_companions: list[bytes] = field(default_factory=list)
+    avoid: set[bytes] = field(default_factory=set)
 
     def parent(self, index: int) -> bytes:
         return self.hashes[index - 1] if index else self.root
@@ -133,16 +117,25 @@ class BlockAwarePrefixCache:
         block_size: int,
         identity: CacheIdentity | None = None,
         exact: ExactMode = "off",
+        snapshot_bytes_per_token: int = SNAPSHOT_BYTES_PER_TOKEN,
     ) -> None:
         self.block_size = block_size
         self.exact = exact
         self._paged = paged_cache
         self._store = store
         self._identity = identity
-        self._grid = PrefillGrid(block_size)
+        PrefillGrid(block_size)  # refuses sizes that it cannot cut
         self._chains: dict[str, _Chain] = {}
         self._slabs = ArrayPool(_IDLE_SLAB_BYTES)
         self._readers = BlockReaders()
+        self._snapshot_every = self._snapshot_step(snapshot_bytes_per_token)
+
+    def _snapshot_step(self, bytes_per_token: int) -> int:
+        """Tokens between two snapshots of recurrent states, a multiple of the block size; 0 if there are none."""
+        if self._identity is None or not self._identity.layout.states:
+            return 0
+        blocks = self._identity.layout.state_bytes / max(1, bytes_per_token) / self.block_size
+        return max(1, math.ceil(blocks)) * self.block_size
 
     @property
     def _who(self) -> CacheIdentity:
@@ -158,132 +151,53 @@ class BlockAwarePrefixCache:
         Its blocks are pinned until `release(request_id)`. `resumes`: the prompt is that of a paused
         request with its answer so far, which continues from its own state, wherever it was cut.
         """
-        chain, blocks = self._longest(pack_tokens(prompt), len(prompt) - 1, salt, resumes)
-        self._chains[request_id] = chain
-        self._take(request_id, chain, blocks)
-        end = blocks[-1].end if blocks else 0
-        mode = "off" if resumes else self.exact
-        return PrefixMatch(request_id, tuple(blocks), end, self._exact_upto(blocks), mode)
+        sought = Sought(pack_tokens(prompt), len(prompt) - 1, salt, resumes)
+        return self._take(request_id, sought, set())
 
-    def _longest(
-        self, packed: bytes, limit: int, salt: str, resumes: bool = False
-    ) -> tuple[_Chain, list[MatchedBlock]]:
-        """The stored blocks of the first `limit` tokens, and the chain of the full ones. Changes nothing."""
-        mode = "off" if resumes else self.exact
-        chain = _Chain(self._who.root(self.block_size, salt))
-        blocks = self._full_blocks(chain, packed, limit, mode)
-        blocks += self._partial_block(chain, packed, limit, mode)
-        if mode == "on" and self._ends_before_the_answer(blocks, limit):
-            first = next(i for i, block in enumerate(blocks) if not block.exact)
-            del blocks[first:], chain.hashes[first:]
-            blocks += self._partial_block(chain, packed, limit, "strict")
-        return chain, blocks
+    @property
+    def _search(self) -> PrefixSearch:
+        return PrefixSearch(self._store, self._who, self.block_size, self.exact)
 
-    def _take(self, request_id: str, chain: _Chain, blocks: Sequence[MatchedBlock]) -> None:
-        for block in blocks:
-            self._hold(request_id, block.meta.block_hash)
-        for block in blocks[len(chain.hashes) :]:
+    def _take(self, request_id: str, sought: Sought, avoid: set[bytes]) -> PrefixMatch:
+        """Finds what is stored, without what is in `avoid`, and pins it."""
+        found = self._search.longest(sought, avoid)
+        stages = WindowStages(self._who.layout, self.block_size, found.end)
+        self._chains[request_id] = chain = _Chain(sought, found.root, stages, list(found.hashes), avoid=avoid)
+        for meta in [block.meta for block in found.blocks] + [companion.meta for companion in found.companions]:
+            self._hold(request_id, meta.block_hash)
+        for block in found.blocks[len(chain.hashes) :]:
             chain.cuts.update(block.start + cut for cut in block.meta.cuts if cut <= block.take)
-
-    def _full_blocks(self, chain: _Chain, packed: bytes, limit: int, mode: ExactMode) -> list[MatchedBlock]:
-        """Fills the chain with the full blocks that are stored, one after the other."""
-        blocks: list[MatchedBlock] = []
-        for start in range(0, limit - self.block_size + 1, self.block_size):
-            tokens = slice_tokens(packed, start, start + self.block_size)
-            meta = self._find(chain.parent(len(blocks)), tokens, mode)
-            if meta is None:
-                break
-            chain.hashes.append(meta.block_hash)
-            blocks.append(MatchedBlock(meta, start, self.block_size))
-        return blocks
-
-    def _find(self, parent: bytes, tokens: bytes, mode: ExactMode) -> BlockMeta | None:
-        for lineage in (_CELLS,) if mode == "strict" else (_CELLS, _DECODED):
-            meta = self._store.get_meta(block_hash(parent, tokens, lineage))
-            if meta is not None and self._usable(meta):
-                return meta
-        return None
-
-    def _partial_block(self, chain: _Chain, packed: bytes, limit: int, mode: ExactMode) -> list[MatchedBlock]:
-        """The child of the last full hit that gives most of the remaining tokens; none or one."""
-        start = len(chain.hashes) * self.block_size
-        wanted = slice_tokens(packed, start, limit)
-        best: list[MatchedBlock] = []
-        for meta in self._store.children(chain.parent(len(chain.hashes))):
-            shared = common_tokens(meta.tokens or b"", wanted) if self._usable(meta) else 0
-            take = self._valid_end(meta, shared, start + shared == limit, mode)
-            if take > (best[0].take if best else 0):
-                best = [MatchedBlock(meta, start, take)]
-        return best
-
-    def _usable(self, meta: BlockMeta) -> bool:
-        return self.exact == "off" or meta.numerics == self._who.numerics
-
-    def _valid_end(self, meta: BlockMeta, shared: int, at_limit: bool, mode: ExactMode) -> int:
-        """How many of a block's first `shared` tokens may be used.
-
-        In the exact modes a match ends on a grid edge, so that what follows is cut as in a cold
-        prefill; or where the prefill of an identical prompt ended, whose last cell was cut there.
-        """
-        if mode == "off":
-            return shared
-        if at_limit and shared in meta.cuts:
-            cell_start = self._grid.floor(meta.start + shared) - meta.start
-            if mode == "on" or cell_start <= meta.exact_tokens:
-                return shared
-        if mode == "strict":
-            shared = min(shared, meta.exact_tokens)
-        return self._grid.floor(meta.start + shared) - meta.start
-
-    def _ends_before_the_answer(self, blocks: Sequence[MatchedBlock], limit: int) -> bool:
-        """Whether a match uses what no cold prefill would give without being a turn of a conversation.
-
-        Such values are a prompt's last, cut cell, its last token (computed alone), and its answer
-        (from decode). They may be used where the answer is a part of the new prompt, since that
-        really continues from this state, and for an identical prompt.
-        """
-        first = next((block for block in blocks if not block.exact), None)
-        if first is None:
-            return False
-        end = blocks[-1].end
-        prefill_end = min((c for c in first.meta.cuts if c >= first.meta.exact_tokens), default=first.meta.exact_tokens)
-        repeats = end == limit and first is blocks[-1] and first.take in first.meta.cuts
-        return not repeats and end <= first.start + prefill_end + 1
-
-    @staticmethod
-    def _exact_upto(blocks: Sequence[MatchedBlock]) -> int:
-        upto = 0
-        for block in blocks:
-            upto = block.start + min(block.take, block.meta.exact_tokens)
-            if not block.exact:
-                break
-        return upto
+        mode = self._search.mode(sought)
+        exact = exact_upto(found.blocks)
+        return PrefixMatch(request_id, tuple(found.blocks), found.end, exact, mode, tuple(found.companions))
 
     def stored_tokens(self, prompt: Sequence[int], salt: str = "") -> int:
         """How many tokens `match` would give now. Pins, marks and counts nothing."""
-        blocks = self._longest(pack_tokens(prompt), len(prompt) - 1, salt)[1]
-        return blocks[-1].end if blocks else 0
+        return self._search.longest(Sought(pack_tokens(prompt), len(prompt) - 1, salt)).end
 
     def parts(self, match: PrefixMatch) -> list[StoredPart]:
         """A match block by block, for who may want less of it (see `shorten`).
 
         In the exact modes it may end behind whole cells only: then the bits are those of a cold prefill. What
-        decoding left is taken whole or not at all.
+        decoding left is taken whole or not at all; so is a match that has companions, which belong to its end.
         """
         exact = len(list(takewhile(lambda block: block.exact, match.blocks)))
-        last = len(match.blocks) - 1
+        pieces = [(block.end, block.meta) for block in match.blocks]
+        pieces += [(match.tokens, companion.meta) for companion in match.companions]
         found = []
-        for i, block in enumerate(match.blocks):
-            tier = self._store.tier_of(block.meta.block_hash)
-            may_end = match.mode == "off" or i < exact or i == last
-            found.append(StoredPart(block.end, "ssd" if tier == "ssd" else "ram", block.meta.file_size, may_end))
+        for i, (end, meta) in enumerate(pieces):
+            tier: Literal["ram", "ssd"] = "ssd" if self._store.tier_of(meta.block_hash) == "ssd" else "ram"
+            anywhere = self._who.layout.cut_anywhere and (match.mode == "off" or i < exact)
+            found.append(StoredPart(end, tier, meta.file_size, anywhere or i == len(pieces) - 1))
         return found
 
     def shorten(self, match: PrefixMatch, end: int) -> PrefixMatch:
         """The match cut behind a block that ends at `end` (see `parts`; 0 for nothing); the rest is let go of."""
         blocks = tuple(block for block in match.blocks if block.end <= end)
         self._forget_after(match, end)
-        return match._replace(blocks=blocks, tokens=end, exact_upto=min(match.exact_upto, end))
+        companions = match.companions if end == match.tokens else ()
+        exact_upto = min(match.exact_upto, end)
+        return match._replace(blocks=blocks, tokens=end, exact_upto=exact_upto, companions=companions)
 
     # ---- what would you have? (from any thread)
 
@@ -295,34 +209,33 @@ class BlockAwarePrefixCache:
         if len(prompt) == 0:
             return PrefixProbe((), 0, None)
         packed, limit = pack_tokens(prompt), len(prompt) - 1
-        chain, matched = self._longest(packed, limit, salt)
-        cached = matched[-1].end if matched else 0
-        miss = None
+        found = self._search.longest(Sought(packed, limit, salt))
+        cached, miss = found.end, None
         if cached < limit:
-            index = len(chain.hashes)
-            start = index * self.block_size
+            start = len(found.hashes) * self.block_size
+            parent = found.hashes[-1] if found.hashes else found.root
             end = MatchEnd(
-                self._store, self._who, self.block_size, salt, chain.parent(index), start, cached - start,
-                slice_tokens(packed, start, limit), self._usable, _names,
+                self._store, self._who, self.block_size, salt, parent, start, cached - start,
+                slice_tokens(packed, start, limit), self._search.usable, names,
             )  # fmt: skip
             miss = FirstMiss(cached, end.reason())
-        return PrefixProbe(tuple(self._states(packed, chain, matched)), cached, miss)
+        return PrefixProbe(tuple(self._states(packed, found)), cached, miss)
 
-    def _states(self, packed: bytes, chain: _Chain, matched: Sequence[MatchedBlock]) -> Iterator[BlockState]:
+    def _states(self, packed: bytes, found: Found) -> Iterator[BlockState]:
         """Every block of the prompt; behind the match under the name that a prefill would store it by."""
-        parent = chain.root
+        parent, matched = found.root, found.blocks
         for index, at in enumerate(range(0, len(packed), self.block_size * TOKEN_BYTES)):
             tokens = packed[at : at + self.block_size * TOKEN_BYTES]
             name, take = self._stored_name(parent, tokens), 0
-            parent = chain.hashes[index] if index < len(chain.hashes) else name
+            parent = found.hashes[index] if index < len(found.hashes) else name
             if index < len(matched):
                 name, take = matched[index].meta.block_hash, matched[index].take
             state = self._store.tier_of(name) or "absent"
             yield BlockState(index, name, len(tokens) // TOKEN_BYTES, take, state)
 
     def _stored_name(self, parent: bytes, tokens: bytes) -> bytes:
-        names = _names(parent, tokens)
-        return next((name for name in names if self._store.contains(name)), names[0])
+        known = names(parent, tokens)
+        return next((name for name in known if self._store.contains(name)), known[0])
 
     # ---- restore
 
@@ -338,37 +251,74 @@ class BlockAwarePrefixCache:
         computing the match from token k on would take; when reading it is going to take longer, RestoreTooSlow is
         raised, and nothing of the match is held any more.
         """
-        if not match.blocks:
-            return None
-        slabs = KVSlabs(self._who.layout, max(capacity, match.tokens), self._slabs)
-        reads = [BlockRead(b.start, b.meta.file_size, partial(self._read, slabs, b)) for b in match.blocks]
-        try:
-            # All blocks are read, also behind one that is damaged, so that all such are stored again at once.
-            tiers = self._readers.read(reads, worth)
-        except RestoreTooSlow:
-            self._forget_after(match, 0)
-            raise
+        while match.blocks:
+            slabs = KVSlabs(self._who.layout, max(capacity, match.tokens), self._slabs, end=match.tokens)
+            reads = self._reads(match, slabs)
+            try:
+                # All blocks are read, also behind one that is damaged, so that all such are stored again at once.
+                read = self._readers.read(list(reads.values()), worth)
+            except RestoreTooSlow:
+                self._forget_after(match, 0)
+                raise
+            tiers = dict(zip(reads, read, strict=True))
+            lost = [name for name, tier in tiers.items() if tier is None]
+            if not lost or self._who.layout.cut_anywhere:
+                return self._restored(match, slabs, tiers)
+            match = self._match_without(match, lost)  # another end needs other companions
+        return None
+
+    def _match_without(self, match: PrefixMatch, lost: Sequence[bytes]) -> PrefixMatch:
+        """Matches again, as if what was lost were not stored."""
+        chain = self._chains[match.request_id]
+        self._forget_after(match, 0)
+        return self._take(match.request_id, chain.sought, chain.avoid | set(lost))
+
+    def _restored(self, match: PrefixMatch, slabs: KVSlabs, tiers: Mapping[bytes, str | None]) -> Restored | None:
+        """The caches over what was read; `tiers` says where each block was, None for those that are gone."""
         blocks = self._unbroken(match, tiers)
         end = blocks[-1].end if blocks else 0
         self._forget_after(match, end)
         if not end:
             return None
+        chain = self._chains[match.request_id]
+        chain.cold_companions = [name for c in match.companions if tiers[name := c.meta.block_hash] == "ssd"]
+        beside = "ssd" if chain.cold_companions else "ram"  # of a block that is empty itself
         tokens = {"ram": 0, "ssd": 0}
-        for block, tier in zip(blocks, tiers, strict=False):
+        for block in blocks:
+            tier = tiers.get(block.meta.block_hash, beside)
             tokens[str(tier)] += block.take
-            if tier == "ssd" and block.take == self.block_size:
-                self._chains[match.request_id].cold.append(block.start // self.block_size)
+            if tier == "ssd" and block.take == self.block_size and self._who.layout.parts:
+                chain.cold.append(block.start // self.block_size)
         return Restored(slabs.caches(end), end, min(match.exact_upto, end), tokens["ram"], tokens["ssd"])
 
-    def _read(self, slabs: KVSlabs, block: MatchedBlock) -> str | None:
-        target = slabs.target(block.start, block.take, block.meta.token_count)
-        return self._store.read_block(block.meta.block_hash, target)
+    def _reads(self, match: PrefixMatch, slabs: KVSlabs) -> dict[bytes, BlockRead]:
+        """What has to be read for a match, by name; blocks without tensors have nothing to read."""
+        reads: dict[bytes, BlockRead] = {}
 
-    def _unbroken(self, match: PrefixMatch, tiers: Sequence[str | None]) -> list[MatchedBlock]:
+        def add(meta: BlockMeta, start: int, target: Callable[[], ReadTarget]) -> None:
+            call = partial(self._read, meta.block_hash, target)
+            reads[meta.block_hash] = BlockRead(start, meta.file_size, call)
+
+        if self._who.layout.parts:
+            for block in match.blocks:
+                add(block.meta, block.start, partial(slabs.target, block.start, block.take, block.meta.token_count))
+        # Without its companions nothing of a match is of use: what they spare is all of it.
+        for companion in match.companions:
+            if companion.window is None:
+                add(companion.meta, 0, slabs.state_target)
+            else:
+                window, tokens, moves = companion.window, companion.tokens, companion.moves
+                add(companion.meta, 0, partial(slabs.window_target, window, tokens, moves))
+        return reads
+
+    def _read(self, name: bytes, target: Callable[[], ReadTarget]) -> str | None:
+        return self._store.read_block(name, target())
+
+    def _unbroken(self, match: PrefixMatch, tiers: Mapping[bytes, str | None]) -> list[MatchedBlock]:
         """The blocks before the first that could not be read, as far as they may be used without it."""
-        blocks = [block for block, _ in takewhile(lambda pair: pair[1], zip(match.blocks, tiers, strict=True))]
+        blocks = list(takewhile(lambda block: tiers.get(block.meta.block_hash, "empty"), match.blocks))
         broken = len(blocks) < len(match.blocks)
-        if broken and match.mode == "on" and self._ends_before_the_answer(blocks, limit=-1):
+        if broken and match.mode == "on" and self._search.ends_before_the_answer(blocks, limit=-1):
             return list(takewhile(lambda block: block.exact, blocks))
         return blocks
 
@@ -380,6 +330,8 @@ class BlockAwarePrefixCache:
         for block in match.blocks:
             if block.start >= end:
                 self._let_go(match.request_id, block.meta.block_hash)
+        for companion in match.companions if end < match.tokens else ():
+            self._let_go(match.request_id, companion.meta.block_hash)
 
     # ---- keep these
 
@@ -401,20 +353,49 @@ class BlockAwarePrefixCache:
         `final` also puts what was read from files back into RAM.
         """
         run = _Run(request_id, self._chains[request_id], tokens, caches, exact_upto)
+        ends = final or prefill_end is not None
         if prefill_end is not None:
             run.chain.cuts.add(prefill_end)
+        if self._who.layout.windows:
+            run.chain.stages.take(held_windows(self._who.layout, caches), len(tokens))
         if final and self._store.keeps_ram:
-            for index in run.chain.cold:
-                self._save(run, run.chain.hashes[index], index)
+            self._promote(run)
         for index in range(len(run.chain.hashes), len(tokens) // self.block_size):
             run.chain.hashes.append(self._save_new(run, index))
-        if (final or prefill_end is not None) and len(tokens) % self.block_size:
-            tail = self._save_new(run, len(run.chain.hashes))
-            self._hold(request_id, tail)
+        last = run.chain.parent(len(run.chain.hashes))
+        if ends and len(tokens) % self.block_size:
+            last = self._save_new(run, len(run.chain.hashes))
+            self._hold(request_id, last)
+        if self._who.layout.states and (ends or self._is_snapshot_place(run)):
+            snap = partial(snapshot, self._who.layout, caches)
+            self._save_companion(run, last, state_name(last), len(tokens), snap)
+
+    def _promote(self, run: "_Run") -> None:
+        """Puts what was read from files back into RAM; companions in the background: caches hold them no longer."""
+        for index in run.chain.cold:
+            self._save(run, run.chain.hashes[index], index)
+        self._readers.later([partial(self._store.restore_block, name) for name in run.chain.cold_companions])
+        run.chain.cold_companions = []
+
+    def chunk_end(self, request_id: str, position: int) -> int | None:
+        """Where the next chunk of a prefill should end at the latest, so that a recurrent state can be kept there."""
+        if not self._snapshot_every:
+            return None
+        regular = (position // self._snapshot_every + 1) * self._snapshot_every
+        last = self._last_full(self._chains[request_id])
+        return min(regular, last) if last > position else regular
+
+    def _is_snapshot_place(self, run: "_Run") -> bool:
+        position = len(run.tokens)
+        return position % self._snapshot_every == 0 or position == self._last_full(run.chain)
+
+    def _last_full(self, chain: _Chain) -> int:
+        """The end of the prompt's last full block: where prompts part that have the most in common with this one."""
+        return chain.sought.limit // self.block_size * self.block_size
 
     def _save_new(self, run: "_Run", index: int) -> bytes:
         whole = self.exact == "off" or run.exact_upto >= self._stop(run, index)
-        name = block_hash(run.chain.parent(index), self._packed(run, index), _CELLS if whole else _DECODED)
+        name = block_hash(run.chain.parent(index), self._packed(run, index), CELLS if whole else DECODED)
         self._save(run, name, index)
         return name
 
@@ -431,7 +412,7 @@ class BlockAwarePrefixCache:
         stop = self._stop(run, index)
         exact = min(max(run.exact_upto - start, 0), stop - start)
         known = self._store.get_meta(name)
-        stale = known is not None and not self._usable(known)
+        stale = known is not None and not self._search.usable(known)
         if known is None or stale or (self._store.keeps_ram and self._store.tier_of(name) == "ssd"):
             saved = self._store.save_block(
                 name,
@@ -449,7 +430,26 @@ class BlockAwarePrefixCache:
             if not saved:
                 return
         self._hold(run.request_id, name)
+        for group, first, tokens in run.chain.stages.of(index, stop):
+            self._save_companion(run, name, window_name(name, group), first, partial(_given, tokens))
         self._drop_covered(run, name, self._packed(run, index))
+
+    def _save_companion(
+        self, run: "_Run", block: bytes, name: bytes, start: int, data: Callable[[], BlockBuffer]
+    ) -> None:
+        """Saves what goes from position `start` to the block's end, unless the store has it at least as good."""
+        if self._store.get_meta(block) is None:
+            return  # it fitted no tier
+        known = self._store.get_meta(name)
+        worse = known is not None and (known.start > start or not self._search.usable(known))
+        if known is None or worse or (self._store.keeps_ram and self._store.tier_of(name) == "ssd"):
+            saved = self._store.save_block(
+                name, data(), 0, parent=companions_of(block), start=start, numerics=self._who.numerics,
+                group=run.request_id, replace=worse,
+            )  # fmt: skip
+            if not saved:
+                return
+        self._hold(run.request_id, name)
 
     def _drop_covered(self, run: "_Run", name: bytes, tokens: bytes) -> None:
         """Deletes tails that the block contains: same tokens, and every place to resume them."""
@@ -457,13 +457,28 @@ class BlockAwarePrefixCache:
         for old in self._store.children(new.parent) if new else ():
             shorter = new is not None and old.token_count < new.token_count and tokens.startswith(old.tokens or b"")
             if new and shorter and self._covers(new, old):
-                self._let_go(run.request_id, old.block_hash)
-                if not self._paged.holders(old.block_hash):
-                    self._store.delete_block(old.block_hash)
+                for gone in (old.block_hash, *companion_names(self._who.layout, old.block_hash)):
+                    self._let_go(run.request_id, gone)
+                    if not self._paged.holders(gone):
+                        self._store.delete_block(gone)
 
     def _covers(self, new: BlockMeta, old: BlockMeta) -> bool:
         resumable = old.exact_tokens <= new.exact_tokens and set(old.cuts) <= set(new.cuts)
-        return self.exact == "off" or (resumable and old.numerics == new.numerics)
+        if self.exact != "off" and not (resumable and old.numerics == new.numerics):
+            return False
+        return self._covers_beside(new, old)
+
+    def _covers_beside(self, new: BlockMeta, old: BlockMeta) -> bool:
+        """Whether nothing of the old block's companions would be lost; a recurrent state is nowhere else."""
+        layout = self._who.layout
+        if layout.states and self._store.contains(state_name(old.block_hash)):
+            return False
+        for group in layout.windows:
+            had = self._store.get_meta(window_name(old.block_hash, group))
+            has = self._store.get_meta(window_name(new.block_hash, group))
+            if had is not None and (has is None or has.start > had.start):
+                return False
+        return True
 
     # ---- holding and letting go
 
@@ -521,6 +536,10 @@ class BlockAwarePrefixCache:
 
 PrefixCache = BlockAwarePrefixCache
 """The documents' name for it."""
+
+
+def _given(block: BlockBuffer) -> BlockBuffer:
+    return block
 
 
 class _Run(NamedTuple):

@@ -115,7 +115,8 @@ class MatchEnd:
 
     def _of_other_worlds(self) -> Iterator[_Near]:
         """First blocks that hold our tokens, as far as both go, under another root."""
-        first = (meta for meta in self.store.metas() if meta.start == 0 and meta.parent != self.parent)
+        stored = (meta for meta in self.store.metas() if meta.token_count)  # else it only lies beside another
+        first = (meta for meta in stored if meta.start == 0 and meta.parent != self.parent)
         for meta in islice(first, _MOST_LOOKED_AT):
             tokens = meta.tokens if meta.tokens is not None else self.store.tokens(meta.block_hash)
             if tokens:
@@ -126,7 +127,7 @@ class MatchEnd:
     def _other_world(self, meta: BlockMeta) -> str:
         """What differs. A root is a digest, so this tries what it may have been made of."""
         specs = self.store.specs(meta.block_hash)
-        identity = self.identity if specs is None else replace(self.identity, layout=_layout(specs))
+        identity = self.identity if specs is None else replace(self.identity, layout=self._layout(specs))
         for salt in dict.fromkeys((self.salt, "")):
             for size in (self.block_size, *_BLOCK_SIZES):
                 if identity.root(size, salt) == meta.parent:
@@ -143,7 +144,7 @@ class MatchEnd:
             found.append("no cache_salt")
         return "other KV settings: the same tokens are stored with " + " and ".join(found)
 
-
-def _layout(specs: tuple[TensorSpec, ...]) -> CacheLayout:
-    """The layout of the model that a block with these tensors is of, as far as it is a part of the root."""
-    return CacheLayout((), tuple(StatePart(s.name, s.dtype, s.shape[1], s.shape[-1]) for s in specs))
+    def _layout(self, specs: tuple[TensorSpec, ...]) -> CacheLayout:
+        """Our layout with the tensors of another block, as far as they are a part of the root."""
+        parts = tuple(StatePart(s.name, s.dtype, (*s.shape[:2], 1, *s.shape[3:])) for s in specs)
+        return replace(self.identity.layout, parts=parts)

@@ -90,6 +90,11 @@ class BlockReaders:
         for tier in nbytes:
             self.speed.observe(tier, nbytes[tier], seconds * spent[tier] / whole)
 
+    def later(self, calls: Sequence[Callable[[], object]]) -> None:
+        """Makes these calls when the threads have nothing else to do."""
+        for call in calls:
+            self._pool.submit(call)
+
     def close(self) -> None:
         """Ends the threads."""
         self._pool.shutdown()

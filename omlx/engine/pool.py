@@ -252,7 +252,7 @@ class EnginePool:
         """Builds a model's whole stack; runs on the MLX thread."""
         started = time.monotonic()
         model = loader.load(served.path, served.name, self._adapter)
-        runner = TextRunner(model)
+        runner = TextRunner(model, self.config.kv_bits)
         tiers = self._cache_stack(runner)
         streams = Streams()
         scheduler = Scheduler(runner, self.config, tiers.prefix_cache if tiers else None, streams.emit)
@@ -287,7 +287,7 @@ class EnginePool:
     def _tiers(self, config: SchedulerConfig, name: str, identity: CacheIdentity) -> TieredCacheManager:
         return TieredCacheManager(
             config.max_kv_cache_memory, config.paged_ssd_cache_dir, config=config, model_name=name,
-            identity=identity, num_layers=len(identity.layout.kinds), hot_tier=self._hot,
+            identity=identity, num_layers=len(identity.layout.layers), hot_tier=self._hot,
         )  # fmt: skip
 
 

@@ -9,11 +9,13 @@ What is relied on (and checked by tests/model/test_decode_batch.py):
 - `extend` joins another batch's rows, which then give the same tokens as alone;
 - `next()` feeds each row's pending token, hands it out, and samples the one after; a finished row's
   cache then holds every token handed out, the last one included;
-- `extract_cache` and `filter` take a row out.
+- `extract_cache` and `filter` take a row out;
+- the model is called with the caches as they are: with one row that may be caches which were never merged.
 
 Rows are grouped by length. In a batch every row is padded on the left to the longest one, so one
 long row would multiply the memory and time of all short ones. Within a group the longest row is
-about twice the shortest at most.
+about twice the shortest at most. Rows whose caches have no batch form (quantised, chunked, ...) are groups
+of one, decoded on their own caches by the same code.
 """
 
 import itertools
@@ -26,6 +28,7 @@ from mlx_lm.generate import GenerationBatch, StopSequences
 from mlx_lm.sample_utils import greedy_sampler
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
+from omlx.cache import layer_state
 from omlx.model.sampling import LogitsProcessor, Sampler
 
 # Below this many tokens padding costs less than a second batch.
@@ -82,15 +85,25 @@ class _NewRow(GenerationBatch):
         return [], []
 
 
+class _SingleRow(GenerationBatch):
+    """A batch of one row whose caches were never merged with others'."""
+
+    def extract_cache(self, idx: int) -> list[Any]:
+        return list(self.prompt_cache)
+
+
 @dataclass(slots=True)
 class _Group:
     batch: GenerationBatch
+    alone: bool = False
     rows: dict[int, str] = field(default_factory=dict)  # uid -> row id
     lengths: dict[int, int] = field(default_factory=dict)  # uid -> tokens
     known: set[int] = field(default_factory=set)  # uids whose next token was handed out before
     prompts: set[int] = field(default_factory=set)  # uids whose next token is the last of their prompt
 
     def fits(self, length: int) -> bool:
+        if self.alone:
+            return False
         lengths = [max(n, _SHORT) for n in (*self.lengths.values(), length)]
         return max(lengths) <= 2 * min(lengths)
 
@@ -122,6 +135,11 @@ class DecodeBatch:
         return [n for group in self._groups for n in group.lengths.values()]
 
     @property
+    def groups(self) -> list[int]:
+        """Rows that are fed together, a number for each forward pass of a step."""
+        return [len(group.rows) for group in self._groups]
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all rows' KV, padding included."""
         return sum(cache.nbytes for group in self._groups for cache in group.batch.prompt_cache)
@@ -129,23 +147,29 @@ class DecodeBatch:
     def add(self, row: DecodeRow) -> None:
         """Joins `row` to the next step; its caches belong to the batch from now on."""
         length = len(row.context)
-        group = next((g for g in self._groups if g.fits(length)), None)
-        if group is None:
-            group = _Group(GenerationBatch.empty(self._model, greedy_sampler))
-            self._groups.append(group)
+        layer_state.settle(row.caches)
+        group = self._group_for(length, alone=not layer_state.batchable(row.caches))
         uid = next(self._uids)
-        group.batch.extend(self._new_row(uid, row))
+        group.batch.extend(self._new_row(uid, row, alone=group.alone))
         group.rows[uid] = row.row_id
         group.lengths[uid] = length
         (group.prompts if row.prompts else group.known).add(uid)
         self._where[row.row_id] = group, uid
 
-    def _new_row(self, uid: int, row: DecodeRow) -> GenerationBatch:
+    def _group_for(self, length: int, *, alone: bool) -> _Group:
+        group = None if alone else next((g for g in self._groups if g.fits(length)), None)
+        if group is None:
+            kind = _SingleRow if alone else GenerationBatch
+            group = _Group(kind.empty(self._model, greedy_sampler), alone)
+            self._groups.append(group)
+        return group
+
+    def _new_row(self, uid: int, row: DecodeRow, *, alone: bool) -> GenerationBatch:
         new = _NewRow(
             model=self._model,
             uids=[uid],
             inputs=mx.array([row.token], dtype=mx.uint32),
-            prompt_cache=[cache.merge([cache]) for cache in row.caches],
+            prompt_cache=list(row.caches) if alone else [cache.merge([cache]) for cache in row.caches],
             tokens=[list(row.context)],
             samplers=[row.sampler],
             fallback_sampler=greedy_sampler,

@@ -10,7 +10,10 @@ import mlx.core as mx
 from omlx import blas
 from omlx.cache import layer_state
 from omlx.cache.layer_state import CacheLayout, Uncacheable
+from omlx.errors import ModelError
 from omlx.model.loader import LoadedModel
+
+_GROUPS = (64, 32)  # values that share a scale, the first one that the heads allow
 
 
 class ModelRunner(Protocol):
@@ -30,6 +33,8 @@ class ModelRunner(Protocol):
     def new_cache(self) -> list[Any]:
         """Empty layer caches for one sequence."""
 
+    # Both settle the caches before their pass: see layer_kinds.settle.
+
     def prefill(self, tokens: Sequence[int], caches: list[Any]) -> None:
         """Appends `tokens` to the caches; returns when their state is computed."""
 
@@ -38,27 +43,61 @@ class ModelRunner(Protocol):
 
 
 class TextRunner:
-    """A language model of mlx-lm."""
+    """A language model of mlx-lm. With `kv_bits` (8 or 4) its plain KV layers are quantised from the first token on.
 
-    def __init__(self, loaded: LoadedModel) -> None:
+    Raises ModelError if they cannot be.
+    """
+
+    def __init__(self, loaded: LoadedModel, kv_bits: int | None = None) -> None:
         self.name = loaded.name
         self.decoder = loaded.model
         self.fingerprint = loaded.fingerprint
         self.context_length = loaded.context_length
         self.vocab_size = loaded.vocab_size
         self.eos_token_ids = loaded.eos_token_ids
+        self._quantisation: tuple[int, int] | None = None
+        if kv_bits is not None:
+            self._quantise(kv_bits)
         self.layout = self._probe()
 
     def _probe(self) -> CacheLayout | Uncacheable:
-        """One token through the model: shows the layout of its caches, and warms up kernels."""
+        """A few tokens through the model: shows the layout of its caches, and warms up kernels."""
         caches = self.new_cache()
         self.prefill([0], caches)
-        return layer_state.describe(caches)
+        layout = layer_state.describe(caches)
+        self.prefill([0, 0], caches)
+        if layout != layer_state.describe(caches):
+            return Uncacheable("its state changes its shape while the text grows")
+        return layout
+
+    def _quantise(self, bits: int) -> None:
+        """Keeps plain KV layers in `bits` a value from now on."""
+        caches = self.new_cache()
+        self.prefill([0], caches)
+        dims = layer_state.head_dims(caches)
+        if not dims:
+            raise self._not_quantised(bits, "none of its layers keeps a plain KV cache")
+        group = next((size for size in _GROUPS if not any(dim % size for dim in dims)), None)
+        if group is None:
+            sizes = ", ".join(map(str, sorted(set(dims))))
+            raise self._not_quantised(bits, f"its heads have {sizes} values, not a multiple of {_GROUPS[-1]}")
+        self._quantisation = group, bits
+        try:
+            caches = self.new_cache()
+            self.prefill([0, 0], caches)
+            mx.eval(self.logits(0, caches))
+        # Whether a model's code can work with such caches is known to that code alone.
+        except Exception as error:
+            raise self._not_quantised(bits, f"its attention does not work with it: {error}") from error
+
+    def _not_quantised(self, bits: int, reason: str) -> ModelError:
+        return ModelError(f"--kv-bits {bits}: the KV cache of {self.name} cannot be quantised ({reason}); leave it out")
 
     def new_cache(self) -> list[Any]:
-        return layer_state.new_cache(self.decoder)
+        return layer_state.new_cache(self.decoder, self._quantisation)
 
     def prefill(self, tokens: Sequence[int], caches: list[Any]) -> None:
+        layer_state.settle(caches)
         # Only the caches are evaluated, so the output head is never computed.
         self.decoder(mx.array([tokens]), cache=caches)
         layer_state.evaluate(caches)
@@ -67,6 +106,7 @@ class TextRunner:
         mx.clear_cache()
 
     def logits(self, token: int, caches: list[Any]) -> mx.array:
+        layer_state.settle(caches)
         logits: mx.array = self.decoder(mx.array([[token]]), cache=caches)
         return logits[:, -1]
 

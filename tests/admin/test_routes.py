@@ -114,7 +114,7 @@ async def test_kv_of_running_requests_is_shown_while_they_run(tiny_model_dir, tm
         for _ in range(3):
             await anext(stream)
         body = await bench.get()
-        per_token = engine.scheduler._bytes_per_token
+        per_token = engine.scheduler._layout.bytes_per_token
         for figures in (body["models"]["tiny"], body["total"]):
             assert figures["kv_tokens"] >= 42 and figures["kv_bytes"] >= figures["kv_tokens"] * per_token
             assert figures["running_requests"] == 1 and figures["blocks_in_use"] > 0

@@ -1,7 +1,7 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.models.cache import ArraysCache, KVCache
+from mlx_lm.models.cache import ConcatenateKVCache, KVCache
 
 from omlx.arrays import ArrayPool
 from omlx.cache import layer_state
@@ -29,8 +29,8 @@ def test_the_layout_says_what_a_block_holds():
 
 
 def test_a_layer_of_an_unknown_class_makes_the_model_uncacheable():
-    answer = describe([*filled(mx.float32), ArraysCache(size=2)])
-    assert isinstance(answer, Uncacheable) and "layer 2" in answer.reason and "ArraysCache" in answer.reason
+    answer = describe([*filled(mx.float32), ConcatenateKVCache()])
+    assert isinstance(answer, Uncacheable) and "layer 2" in answer.reason and "ConcatenateKVCache" in answer.reason
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])

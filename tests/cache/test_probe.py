@@ -1,9 +1,9 @@
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from omlx.cache.layer_state import CacheLayout, StatePart
 from omlx.cache.paged_ssd_cache import PagedSSDCacheManager
 from tests.tiny import EOS, Bench, TinyRunner
 
@@ -162,7 +162,7 @@ def test_other_weights_are_told_from_other_settings(runner, store):
     assert found.first_miss.token == 0
     assert found.first_miss.reason == "other KV settings: the same tokens are stored with block size 16"
     half = TinyRunner()
-    half.layout = CacheLayout(half.layout.kinds, tuple(StatePart(p[0], "BF16", p[2], p[3]) for p in half.layout.parts))
+    half.layout = replace(half.layout, parts=tuple(part._replace(dtype="BF16") for part in half.layout.parts))
     assert reason(Bench(half, store), prompt(60)).endswith("stored with KV arrays F32")
     assert reason(Bench(runner, store), prompt(60), salt="x").endswith("stored with no cache_salt")
     assert reason(Bench(Other(), store), prompt(60, seed=1)) == "never stored"

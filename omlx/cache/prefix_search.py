@@ -1,0 +1,231 @@
+"""Finds the longest stored prefix of a prompt. Changes nothing in the store."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from omlx.cache.block import block_hash, common_tokens, root_hash, slice_tokens
+from omlx.cache.companions import Companion, companions_at_end
+from omlx.cache.grid import ExactMode, PrefillGrid
+from omlx.cache.interface import BlockMeta, CacheManager
+from omlx.cache.layer_state import CacheLayout
+
+FORMAT = "1"
+# Blocks that hold more than whole grid cells have names of their own, and so do all that build on
+# them: what a prompt's prefill gives and what an answer's decoding left never replace each other.
+CELLS, DECODED = b"", b"decoded"
+
+
+def names(parent: bytes, tokens: bytes) -> list[bytes]:
+    """What the block with these tokens may be called."""
+    return [block_hash(parent, tokens, lineage) for lineage in (CELLS, DECODED)]
+
+
+@dataclass(frozen=True, slots=True)
+class CacheIdentity:
+    """Everything but the tokens that decides whether KV values may be reused.
+
+    `fingerprint` names the weights by content. `numerics` names what changes only the last bits
+    (device, versions, BLAS and its threads, prefill grid): it is kept with each block and compared
+    in the exact modes, but it is not part of the hash, so `off` can use such blocks.
+    """
+
+    fingerprint: bytes
+    layout: CacheLayout
+    numerics: str
+
+    def root(self, block_size: int, salt: str) -> bytes:
+        return root_hash(FORMAT, self.fingerprint, str(self.layout), str(block_size), salt)
+
+
+class MatchedBlock(NamedTuple):
+    """The first `take` tokens of a stored block, wanted at position `start`."""
+
+    meta: BlockMeta
+    start: int
+    take: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.take
+
+    @property
+    def exact(self) -> bool:
+        """Whether all tokens used come from whole grid cells."""
+        return self.take <= self.meta.exact_tokens
+
+
+class Sought(NamedTuple):
+    """What is looked for: the first `limit` of some packed tokens, in the world that `salt` names.
+
+    `resumes`: they are the text of a paused request with its answer so far, which continues from its own
+    state, wherever it was cut.
+    """
+
+    packed: bytes
+    limit: int
+    salt: str
+    resumes: bool = False
+
+
+class Found(NamedTuple):
+    """The stored `blocks` of a prompt: `hashes` of the full ones in a row, and perhaps a part of one more.
+
+    `companions` are what has to be read beside them to go on behind the last one.
+    """
+
+    root: bytes
+    hashes: list[bytes]
+    blocks: list[MatchedBlock]
+    companions: list[Companion]
+
+    @property
+    def end(self) -> int:
+        """Tokens."""
+        return self.blocks[-1].end if self.blocks else 0
+
+
+@dataclass(slots=True)
+class _Walk:
+    """One search on its way: `hashes` of the full blocks so far; blocks in `avoid` count as gone."""
+
+    sought: Sought
+    mode: ExactMode
+    root: bytes
+    avoid: frozenset[bytes]
+    hashes: list[bytes] = field(default_factory=list)
+
+    @property
+    def parent(self) -> bytes:
+        return self.hashes[-1] if self.hashes else self.root
+
+
+class PrefixSearch:
+    """Looks for prefixes in the store of one model. From any thread."""
+
+    def __init__(self, store: CacheManager, identity: CacheIdentity, block_size: int, exact: ExactMode) -> None:
+        self._store = store
+        self._who = identity
+        self._block_size = block_size
+        self._exact = exact
+        self._grid = PrefillGrid(block_size)
+
+    def mode(self, sought: Sought) -> ExactMode:
+        """What decides where the match may end."""
+        return "off" if sought.resumes else self._exact
+
+    def usable(self, meta: BlockMeta) -> bool:
+        """Whether a block's numerics allow its use."""
+        return self._exact == "off" or meta.numerics == self._who.numerics
+
+    def longest(self, sought: Sought, avoid: Iterable[bytes] = ()) -> Found:
+        """The longest match: walks back from the last full block in a row to a place that can be gone on from."""
+        root = self._who.root(self._block_size, sought.salt)
+        walk = _Walk(sought, self.mode(sought), root, frozenset(avoid))
+        full = self._full_blocks(walk)
+        while full:
+            found = self._best_end(walk, full)
+            if found is not None:
+                return found
+            full.pop()
+            walk.hashes.pop()
+        return self._best_end(walk, []) or Found(root, [], [], [])
+
+    def _best_end(self, walk: _Walk, full: list[MatchedBlock]) -> Found | None:
+        """The longest match that has just these full blocks, and perhaps a part of one more."""
+        for tail in (*self._tails(walk), None):
+            blocks = [*full, tail] if tail else full
+            if not blocks:
+                return None
+            beside = companions_at_end(
+                self._who.layout, blocks, self._block_size, lambda name: self._meta(walk, name)
+            )
+            if beside is not None and not (
+                walk.mode == "on" and self.ends_before_the_answer(blocks, walk.sought.limit)
+            ):
+                return Found(walk.root, walk.hashes, blocks, beside)
+        return None
+
+    def _full_blocks(self, walk: _Walk) -> list[MatchedBlock]:
+        """The full blocks that are stored, one after the other."""
+        blocks: list[MatchedBlock] = []
+        for start in range(0, walk.sought.limit - self._block_size + 1, self._block_size):
+            meta = self._find(walk, slice_tokens(walk.sought.packed, start, start + self._block_size))
+            if meta is None:
+                break
+            walk.hashes.append(meta.block_hash)
+            blocks.append(MatchedBlock(meta, start, self._block_size))
+        return blocks
+
+    def _find(self, walk: _Walk, tokens: bytes) -> BlockMeta | None:
+        for lineage in (CELLS,) if walk.mode == "strict" else (CELLS, DECODED):
+            meta = self._meta(walk, block_hash(walk.parent, tokens, lineage))
+            if meta is not None:
+                return meta
+        return None
+
+    def _meta(self, walk: _Walk, name: bytes) -> BlockMeta | None:
+        meta = self._store.get_meta(name)
+        return meta if meta is not None and name not in walk.avoid and self.usable(meta) else None
+
+    def _tails(self, walk: _Walk) -> list[MatchedBlock]:
+        """Parts of blocks that come next and have some of the remaining tokens, longest first."""
+        start = len(walk.hashes) * self._block_size
+        wanted = slice_tokens(walk.sought.packed, start, walk.sought.limit)
+        found: dict[tuple[bytes, int], MatchedBlock] = {}
+        for meta in self._store.children(walk.parent):
+            if meta.block_hash not in walk.avoid and self.usable(meta):
+                shared = common_tokens(meta.tokens or b"", wanted)
+                takes = self._valid_ends(meta, shared, start + shared == walk.sought.limit, walk.mode)
+                found |= {(meta.block_hash, take): MatchedBlock(meta, start, take) for take in takes if take > 0}
+        return sorted(found.values(), key=lambda block: (-block.take, not block.exact))
+
+    def _valid_ends(self, meta: BlockMeta, shared: int, at_limit: bool, mode: ExactMode) -> list[int]:
+        """How many of a block's first `shared` tokens may be used, as far as that depends on this block alone."""
+        takes = [self._valid_end(meta, shared, at_limit, mode)]
+        if mode == "on":
+            takes.append(self._valid_end(meta, shared, at_limit, "strict"))
+        if mode != "strict" and not self._who.layout.cut_anywhere and shared == meta.token_count:
+            takes.append(shared)  # the end of an answer: its state is there, perhaps nowhere else
+        return takes
+
+    def _valid_end(self, meta: BlockMeta, shared: int, at_limit: bool, mode: ExactMode) -> int:
+        """How many of a block's first `shared` tokens may be used.
+
+        In the exact modes a match ends on a grid edge, so that what follows is cut as in a cold
+        prefill; or where the prefill of an identical prompt ended, whose last cell was cut there.
+        """
+        if mode == "off":
+            return shared
+        if at_limit and shared in meta.cuts:
+            cell_start = self._grid.floor(meta.start + shared) - meta.start
+            if mode == "on" or cell_start <= meta.exact_tokens:
+                return shared
+        if mode == "strict":
+            shared = min(shared, meta.exact_tokens)
+        return self._grid.floor(meta.start + shared) - meta.start
+
+    def ends_before_the_answer(self, blocks: Sequence[MatchedBlock], limit: int) -> bool:
+        """Whether a match uses what no cold prefill would give without being a turn of a conversation.
+
+        Such values are a prompt's last, cut cell, its last token (computed alone), and its answer
+        (from decode). They may be used where the answer is a part of the new prompt, since that
+        really continues from this state, and for an identical prompt.
+        """
+        first = next((block for block in blocks if not block.exact), None)
+        if first is None:
+            return False
+        end = blocks[-1].end
+        prefill_end = min((c for c in first.meta.cuts if c >= first.meta.exact_tokens), default=first.meta.exact_tokens)
+        repeats = end == limit and first is blocks[-1] and first.take in first.meta.cuts
+        return not repeats and end <= first.start + prefill_end + 1
+
+
+def exact_upto(blocks: Sequence[MatchedBlock]) -> int:
+    """Up to this position the values are those of a prefill in whole grid cells."""
+    upto = 0
+    for block in blocks:
+        upto = block.start + min(block.take, block.meta.exact_tokens)
+        if not block.exact:
+            break
+    return upto
