@@ -157,9 +157,9 @@ def load_all(paths: Sequence[Path]) -> None:
     mx.eval([mx.concatenate([block[name] for block in blocks], axis=2) for name in blocks[0]])
 
 
-def write_all(folder: Path, count: int, data: memoryview) -> None:
-    """write() of so many new files."""
-    for number in range(count):
+def write_all(folder: Path, files: Sequence[memoryview]) -> None:
+    """write() of each to a new file."""
+    for number, data in enumerate(files):
         fd = os.open(folder / str(number), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             done = 0
@@ -201,7 +201,7 @@ def restore(report: Report, args: argparse.Namespace, work: Path) -> None:
     table = report.table(f"restore {args.tokens} tokens from files in the page cache", *COLUMNS)
     for shape, block_size in cases(args):
         folder = work / "restore"
-        with Stack(shape, args.tokens, block_size, PagedSSDCacheManager(folder, TIER)) as stack:
+        with Stack(shape, args.tokens, block_size, PagedSSDCacheManager(folder, TIER, max_queue_bytes=TIER)) as stack:
             found = restore_times(stack, args.reps)
         shutil.rmtree(folder)
         raw, ours, naive = found["preadv"], found["ours"], found["mx.load"]
@@ -326,10 +326,11 @@ def writer_times(stack: Stack, reps: int, work: Path) -> dict[str, list[float]]:
     starts = range(0, stack.tokens, stack.block_size)
     blocks = [layer_state.extract(stack.layout, stack.caches, start, start + stack.block_size) for start in starts]
     plain = work / "plain"
+    payloads = [memoryview(block.data) for block in blocks]
 
     def raw() -> float:
         plain.mkdir()
-        taken = seconds(lambda: write_all(plain, len(blocks), memoryview(blocks[0].data)))
+        taken = seconds(lambda: write_all(plain, payloads))
         shutil.rmtree(plain)
         return taken
 

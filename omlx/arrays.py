@@ -116,8 +116,9 @@ def _own(arrays: list[mx.array]) -> None:
 
     An update is done in place then; else MLX makes a copy, and the copy is ours.
     """
+    zeros = {array.dtype: mx.zeros(1, array.dtype) for array in arrays}
     for array in arrays:
-        array[(slice(0, 1),) * array.ndim] = 0
+        array[(slice(0, 1),) * array.ndim] = zeros[array.dtype]
     mx.eval(arrays)
 
 
@@ -128,8 +129,20 @@ def _roomy(size: int) -> int:
 
 
 def raw_bytes(array: mx.array) -> npt.NDArray[np.uint8]:
-    """The memory of an evaluated, contiguous array as bytes (1-D), not copied; see `as_numpy`."""
-    return as_numpy(array).reshape(-1).view(np.uint8)
+    """The memory of an evaluated array as bytes (1-D), not copied; see `as_numpy`.
+
+    Raises BufferError unless the array is contiguous.
+    """
+    return np.frombuffer(array, np.uint8) if array.size else np.empty(0, np.uint8)
+
+
+def contiguous(array: mx.array) -> mx.array:
+    """The evaluated array itself if its memory is contiguous, else a copy."""
+    if memoryview(array).c_contiguous:
+        return array
+    copy = mx.contiguous(array)
+    mx.eval(copy)
+    return copy
 
 
 def own_copy(array: mx.array | npt.NDArray[Any]) -> mx.array:

@@ -97,7 +97,8 @@ def test_delays_and_a_throttle_take_their_time(opened):
         reader.start()
     for reader in readers:
         reader.join()
-    assert time.monotonic() - started > 0.05 + 4 * 0.05 - 0.01  # the delays run side by side, the bytes one after the other
+    # The delays run side by side, the bytes one after the other.
+    assert time.monotonic() - started > 0.05 + 4 * 0.05 - 0.01
     assert sorted(kinds(store)) == ["delay"] * 4 + ["throttle"] * 4 and store.stats().hits_ssd == 4
 
 

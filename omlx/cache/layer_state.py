@@ -3,14 +3,14 @@
 `layer_kinds` knows the classes, `layer_layout` what a model's caches hold; this file moves the bytes.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from omlx.arrays import ArrayPool, as_numpy, empty_array
+from omlx.arrays import ArrayPool, as_numpy, contiguous, empty_array, raw_bytes
 from omlx.cache.layer_kinds import (
     TOKEN_AXIS,
     Storage,
@@ -33,6 +33,7 @@ __all__ = [
 ]  # fmt: skip
 
 View = npt.NDArray[Any]
+_SMALL_PART = 100_000  # bytes of an array in a block
 
 
 def _stored(layout: CacheLayout, caches: Sequence[Any], storage: Storage) -> Iterator[tuple[Layer, Any]]:
@@ -56,9 +57,34 @@ def extract(layout: CacheLayout, caches: Sequence[Any], start: int, stop: int) -
     reference to an array lives, the next update of its cache copies the whole array.
     """
     block = BlockBuffer.empty(layout.specs(stop - start))
-    for tensor, array in zip(block.tensors(), _arrays(layout, caches, "slice"), strict=True):
-        np.copyto(tensor, as_numpy(array)[:, :, start:stop])
+    slabs = [_slab(contiguous(array)) for array in _arrays(layout, caches, "slice")]
+    for slab, part in _parts(slabs, block, stop - start):
+        part[:] = slab.rows[:, start * slab.token_bytes : stop * slab.token_bytes]
     return block
+
+
+class _Slab(NamedTuple):
+    """The memory of an array (1, heads, capacity, dim): a row of bytes for each head, so many a token."""
+
+    rows: npt.NDArray[np.uint8]
+    token_bytes: int
+
+
+def _slab(array: mx.array) -> _Slab:
+    _, heads, _, dim = array.shape
+    return _Slab(raw_bytes(array).reshape(heads, -1), dim * array.itemsize)
+
+
+def _parts(slabs: Iterable[_Slab], block: BlockBuffer, n_tokens: int) -> Iterator[tuple[_Slab, npt.NDArray[np.uint8]]]:
+    """Each slab with its part of a block of `n_tokens`, in rows as well.
+
+    Bytes cost less than arrays of the right dtype and shape: there are dozens of parts in a block.
+    """
+    at = 0
+    for slab in slabs:
+        heads, size = len(slab.rows), n_tokens * slab.token_bytes
+        yield slab, block.data[at : at + heads * size].reshape(heads, size)
+        at += heads * size
 
 
 def snapshot(layout: CacheLayout, caches: Sequence[Any]) -> BlockBuffer:
@@ -120,13 +146,6 @@ class Move(NamedTuple):
     size: int
 
 
-class _Row(NamedTuple):
-    """The memory of one head in one slab, and the bytes of a token in it."""
-
-    memory: memoryview
-    token_bytes: int
-
-
 class _Slabs:
     """Arrays (1, heads, capacity, dim) that blocks are read straight into.
 
@@ -139,12 +158,12 @@ class _Slabs:
             return [empty_array(spec.dtype, spec.shape) for spec in token_specs(parts, capacity)]
 
         self._arrays = pool.take(parts, capacity, make) if pool and parts else make(capacity)
-        self.views = [as_numpy(array) for array in self._arrays]
-        self.rows = [_Row(memoryview(head).cast("B"), head.strides[0]) for view in self.views for head in view[0]]
+        self.each = [_slab(array) for array in self._arrays]
+        self.rows = [(memoryview(row), slab.token_bytes) for slab in self.each for row in slab.rows]
 
     def hand_over(self) -> Iterator[mx.array]:
         """The arrays; they are the caller's from then on."""
-        self.views.clear()
+        self.each.clear()
         self.rows.clear()
         arrays, self._arrays = self._arrays, []
         return iter(arrays)
@@ -209,11 +228,33 @@ class SlabTarget:
         self._slabs = slabs
         self._moves = moves
 
+    @property
+    def _whole(self) -> int | None:
+        """Where the block goes if all of its tokens do, in a row."""
+        _, target, size = self._moves[0]
+        return target if len(self._moves) == 1 and size == self._block_tokens else None
+
+    @property
+    def _block_tokens(self) -> int:
+        return self.specs[0].shape[TOKEN_AXIS]
+
     def copy_from(self, block: BlockBuffer) -> None:
         """Takes the wanted tokens out of a block in RAM."""
-        for view, tensor in zip(self._slabs.views, block.tensors(), strict=True):
-            for source, target, size in self._moves:
-                view[:, :, target : target + size] = tensor[:, :, source : source + size]
+        whole = self._whole
+        if whole is not None and block.nbytes < _SMALL_PART * len(self._slabs.each):
+            self._copy_rows(memoryview(block.data), whole)
+            return
+        for slab, part in _parts(self._slabs.each, block, self._block_tokens):
+            size = slab.token_bytes
+            for source, target, n in self._moves:
+                slab.rows[:, target * size : (target + n) * size] = part[:, source * size : (source + n) * size]
+
+    def _copy_rows(self, payload: memoryview, start: int) -> None:
+        """Copies without giving up the GIL: for small parts, handing it to the other reader and back costs more."""
+        at, tokens = 0, self._block_tokens
+        for row, size in self._slabs.rows:
+            row[start * size : (start + tokens) * size] = payload[at : at + tokens * size]
+            at += tokens * size
 
     def pieces(self) -> list[memoryview] | None:
         """Writable memory for the file's payload, in file order: one piece a head.
@@ -221,11 +262,11 @@ class SlabTarget:
         None when only a part of the block is wanted: its bytes are not together in the slabs, so
         the store reads the block and calls `copy_from`.
         """
-        source, start, size = self._moves[0]
-        if len(self._moves) > 1 or source or self.specs[0].shape[TOKEN_AXIS] != size:
+        start = self._whole
+        if start is None:
             return None
-        stop = start + size
-        return [memory[start * token : stop * token] for memory, token in self._slabs.rows]
+        stop = start + self._block_tokens
+        return [row[start * size : stop * size] for row, size in self._slabs.rows]
 
 
 class StateTarget:

@@ -7,9 +7,11 @@ cut or changed cannot pass for the one that was asked for.
 
 import base64
 import contextlib
+import errno
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate
 from math import prod
@@ -20,12 +22,15 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from omlx.storage.idle_memory import IdleMemory
+
 FORMAT_VERSION = "1"
 ALIGNMENT = 64
 TEMP_PREFIX, TEMP_SUFFIX = ".omlx-", ".tmp"
 
+_IDLE_BLOCKS = 4  # so much memory of former blocks may lie idle
 _IOV_MAX = 1024
-_HASH_STRIDE = 1 << 20  # bytes read before they are hashed: they are in the processor's cache then
+_STRIDE = 1 << 19  # bytes read or written at a time and hashed while they are in the processor's cache
 _MAX_HEADER = 64 << 20
 _LENGTH_BYTES = 8
 _META_BYTES = 8192  # read at first to learn a block's metadata: enough for more than 1,000 tokens
@@ -97,26 +102,44 @@ def _dump(value: object) -> str:
     return json.dumps(value, separators=(",", ":"))
 
 
+_idle = IdleMemory(_IDLE_BLOCKS)
+
+
 class BlockBuffer:
     """A block in memory: `data` (uint8, 1-D, contiguous) is the payload of its file, byte for byte.
 
     Nobody changes it once it was given to a store. `unsaved` is True while this is the only copy,
-    because its file could not be queued yet: it leaves RAM after all others.
+    because its file could not be queued yet: it leaves RAM after all others. The memory of a block that
+    nobody has any more is used for another one, unless there is a view of it somewhere.
     """
 
     __slots__ = ("__weakref__", "data", "specs", "unsaved")
 
     def __init__(self, specs: Specs, data: npt.NDArray[np.uint8]) -> None:
-        if data.dtype != np.uint8 or data.ndim != 1 or data.nbytes != layout(specs).nbytes:
-            raise ValueError(f"{layout(specs).nbytes} bytes are needed, not {data.dtype} of shape {data.shape}")
         self.specs = specs
         self.data = data
         self.unsaved = False
+        if data.dtype != np.uint8 or data.ndim != 1 or data.nbytes != layout(specs).nbytes:
+            raise ValueError(f"{layout(specs).nbytes} bytes are needed, not {data.dtype} of shape {data.shape}")
+
+    # By default arguments: when the interpreter ends, a module's names are gone before its objects.
+    def __del__(self, idle: IdleMemory = _idle, references: Callable[[object], int] = sys.getrefcount) -> None:
+        # Not a view of somebody's memory, and no view of ours: a reader's, the writer's.
+        if self.data.base is None and references(self.data) == _ALONE:
+            idle.give(self.data)
+
+    def tensors(self) -> list[npt.NDArray[Any]]:
+        """`tensor` of all, which is much faster than one by one."""
+        offsets = layout(self.specs).offsets
+        return [
+            np.ndarray(spec.shape, DTYPES[spec.dtype], self.data, offset)
+            for spec, offset in zip(self.specs, offsets, strict=False)
+        ]
 
     @classmethod
     def empty(cls, specs: Specs) -> "BlockBuffer":
         """A buffer with arbitrary content, to be filled through `tensor`."""
-        return cls(specs, np.empty(layout(specs).nbytes, np.uint8))
+        return cls(specs, _idle.take(layout(specs).nbytes))
 
     @property
     def nbytes(self) -> int:
@@ -128,13 +151,9 @@ class BlockBuffer:
         spec = self.specs[index]
         return self.data[start:stop].view(DTYPES[spec.dtype]).reshape(spec.shape)
 
-    def tensors(self) -> list[npt.NDArray[Any]]:
-        """`tensor` of all, which is much faster than one by one."""
-        offsets = layout(self.specs).offsets
-        return [
-            np.ndarray(spec.shape, DTYPES[spec.dtype], self.data, offset)
-            for spec, offset in zip(self.specs, offsets, strict=False)
-        ]
+
+_nobodys = BlockBuffer((), np.empty(0, np.uint8))
+_ALONE = sys.getrefcount(_nobodys.data)  # where only the block itself has its memory
 
 
 class BlockMeta(NamedTuple):
@@ -203,20 +222,33 @@ def write_block_file(path: Path, block: BlockBuffer, meta: BlockMeta) -> None:
 
     No fsync: after a power loss the file may be torn, and a torn file does not pass its checksum.
     """
-    header = bytearray(build_header(block.specs, meta))
+    header = build_header(block.specs, meta)
     checksum = xxhash.xxh3_128(header)
-    checksum.update(block.data)
-    header[_SUM] = checksum.hexdigest().encode()
-    replace_file(path, temporary_path(path), [memoryview(header), memoryview(block.data)])
+    payload = memoryview(block.data)
+    with _replacing(path, temporary_path(path)) as fd:
+        _reserve(fd, len(header) + len(payload))
+        _write_all(fd, [memoryview(header)])
+        for at in range(0, len(payload), _STRIDE):
+            _write_all(fd, [payload[at : at + _STRIDE]])
+            checksum.update(payload[at : at + _STRIDE])
+        if os.pwrite(fd, checksum.hexdigest().encode(), _SUM.start) < _SUM.stop - _SUM.start:
+            raise OSError(f"the checksum of {path} could not be written")
 
 
 def replace_file(path: Path, temporary: Path, views: list[memoryview]) -> None:
     """Writes bytes under a `temporary` name, then renames it: `path` is the old file or the new one. Raises OSError."""
+    with _replacing(path, temporary) as fd:
+        _write_all(fd, views)
+
+
+@contextlib.contextmanager
+def _replacing(path: Path, temporary: Path) -> Iterator[int]:
+    """A descriptor of a new file that takes the place of `path` at the end; after an OSError it is gone."""
     try:
         # Not through a link that lies in its place.
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
-            _write_all(fd, views)
+            yield fd
         finally:
             os.close(fd)
         os.replace(temporary, path)
@@ -226,12 +258,22 @@ def replace_file(path: Path, temporary: Path, views: list[memoryview]) -> None:
         raise
 
 
+def _reserve(fd: int, nbytes: int) -> None:
+    """Asks for a file's room at once, which makes writing it cheaper. Raises OSError if there is none."""
+    if sys.platform == "linux":
+        try:
+            os.posix_fallocate(fd, 0, nbytes)
+        except OSError as exc:
+            if exc.errno not in (errno.EOPNOTSUPP, errno.EINVAL):  # a file system that cannot
+                raise
+
+
 def _write_all(fd: int, views: list[memoryview]) -> None:
     while views:
         views = _behind(views, os.writev(fd, views))
 
 
-def _behind(views: list[memoryview], done: int) -> list[memoryview]:
+def _behind(views: Sequence[memoryview], done: int) -> list[memoryview]:
     """What is left of `views` after the first `done` bytes."""
     for index, view in enumerate(views):
         if done < view.nbytes:
@@ -249,7 +291,7 @@ def read_into(path: Path, specs: Specs, meta: BlockMeta, pieces: Sequence[memory
     Raises DamagedBlock unless the file holds exactly this block and all its bytes are as they were
     written, OSError if it cannot be read. The pieces then hold garbage.
     """
-    if sum(piece.nbytes for piece in pieces) != layout(specs).nbytes:
+    if sum(map(len, pieces)) != layout(specs).nbytes:
         raise ValueError(f"the pieces hold other than {layout(specs).nbytes} bytes")
     with opened(path) as fd:
         _read_checked(fd, specs, meta, pieces)
@@ -302,24 +344,22 @@ def opened(path: Path) -> Iterator[int]:
 
 
 def _read_checked(fd: int, specs: Specs, meta: BlockMeta, pieces: Sequence[memoryview]) -> None:
-    size, payload = os.fstat(fd).st_size, layout(specs).nbytes
-    if size != meta.file_size or size <= payload:
+    size, nbytes = os.fstat(fd).st_size, layout(specs).nbytes
+    if size != meta.file_size or size <= nbytes:
         raise DamagedBlock(f"its length is {size}")
-    found = bytearray(size - payload)
-    checksum = xxhash.xxh3_128()
-    offset = 0
-    for batch in _batches([memoryview(found), *pieces]):
+    offset = size - nbytes
+    found = os.pread(fd, offset, 0)
+    checksum = xxhash.xxh3_128(_checked_header(found, specs, meta))
+    for batch in _batches(pieces, nbytes):
         fill(fd, batch, offset)
-        if not offset:
-            checksum.update(_checked_header(found, specs, meta))
-        for view in batch[1:] if not offset else batch:
-            checksum.update(view)
-        offset += sum(view.nbytes for view in batch)
+        offset += sum(map(len, batch))
+        for piece in batch:
+            checksum.update(piece)
     if checksum.hexdigest().encode() != found[_SUM]:
         raise DamagedBlock("its checksum is wrong")
 
 
-def _checked_header(found: bytearray, specs: Specs, meta: BlockMeta) -> bytes:
+def _checked_header(found: bytes, specs: Specs, meta: BlockMeta) -> bytes:
     """The header with zeros for its checksum. Raises DamagedBlock unless it is that of this very block."""
     if meta.tokens is None:
         meta = meta._replace(tokens=_tokens_in(found))
@@ -329,7 +369,7 @@ def _checked_header(found: bytearray, specs: Specs, meta: BlockMeta) -> bytes:
     return header
 
 
-def _tokens_in(header: bytearray) -> bytes:
+def _tokens_in(header: bytes) -> bytes:
     """What a header says of the tokens. Nothing else is looked at: the whole header is compared afterwards."""
     start = header.find(_TOKENS) + len(_TOKENS)
     try:
@@ -338,23 +378,19 @@ def _tokens_in(header: bytearray) -> bytes:
         raise DamagedBlock("its header has no tokens") from exc
 
 
-def _batches(pieces: Iterable[memoryview]) -> Iterator[list[memoryview]]:
-    """Cuts the pieces into runs for one preadv and the hashing after it; the first piece stays whole."""
-    batch: list[memoryview] = []
-    size = 0
-    for number, piece in enumerate(pieces):
-        stride = _HASH_STRIDE if number else max(1, piece.nbytes)
-        for at in range(0, piece.nbytes, stride):
-            batch.append(piece[at : at + stride])
-            size += batch[-1].nbytes
-            if size >= _HASH_STRIDE or len(batch) == _IOV_MAX:
-                yield batch
-                batch, size = [], 0
-    if batch:
-        yield batch
+def _batches(pieces: Sequence[memoryview], nbytes: int) -> Iterator[Sequence[memoryview]]:
+    """Runs of about `_STRIDE` bytes of pieces that hold `nbytes`: for one preadv, and the hashing after it.
+
+    By number, not by size: the pieces of a block are alike, and there are hundreds.
+    """
+    if not all(0 < len(piece) <= _STRIDE for piece in pieces):
+        pieces = [piece[at : at + _STRIDE] for piece in pieces for at in range(0, len(piece), _STRIDE)]
+    count = min(_IOV_MAX, max(1, _STRIDE * len(pieces) // max(1, nbytes)))
+    for first in range(0, len(pieces), count):
+        yield pieces[first : first + count]
 
 
-def fill(fd: int, views: list[memoryview], offset: int) -> None:
+def fill(fd: int, views: Sequence[memoryview], offset: int) -> None:
     """Reads into at most 1024 `views` from `offset` on. Raises DamagedBlock if the file ends before they are full."""
     while views:
         got = os.preadv(fd, views, offset)

@@ -76,6 +76,15 @@ def test_a_block_does_not_change_when_its_cache_does():
     assert np.array_equal(block.data, before)
 
 
+def test_arrays_that_are_not_contiguous_are_cut_as_well():
+    caches = filled(mx.bfloat16)
+    layout = describe(caches)
+    expected = extract(layout, caches, 7, 20).data
+    caches[0].keys = mx.contiguous(caches[0].keys.swapaxes(1, 2)).swapaxes(1, 2)
+    layer_state.evaluate(caches)
+    assert np.array_equal(extract(layout, caches, 7, 20).data, expected)
+
+
 def test_extracting_leaves_no_view_that_would_make_updates_copy():
     caches = filled(mx.float32, tokens=100)
     layout = describe(caches)
