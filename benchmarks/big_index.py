@@ -26,7 +26,7 @@ from mlx_lm.models.cache import KVCache
 from report import Report, Spread, Target
 
 from omlx.cache import layer_state
-from omlx.cache.block import block_hash, pack_tokens, slice_tokens
+from omlx.cache.block import block_hashes, pack_tokens, slice_tokens
 from omlx.cache.layer_state import CacheLayout
 from omlx.cache.paged_cache import PagedCacheManager
 from omlx.cache.paged_ssd_cache import PagedSSDCacheManager
@@ -110,13 +110,9 @@ def meta_of(name: bytes, parent: bytes, tokens: bytes, start: int, size: int) ->
 def chain_of(packed: bytes) -> Iterator[tuple[bytes, bytes]]:
     """Parent and name of each full block."""
     parent = identity().root(BLOCK, "")
-    for start in range(0, len(packed) // 4 - BLOCK + 1, BLOCK):
-        name = block_hash(parent, slice_tokens(packed, start, start + BLOCK))
+    for name in block_hashes(parent, packed, BLOCK):
         yield parent, name
         parent = name
-
-
-# ---- measuring, each in a process of its own
 
 
 def opened(root: Path, max_bytes: int = TERABYTES) -> tuple[PagedSSDCacheManager, BlockAwarePrefixCache]:
@@ -141,7 +137,8 @@ def measure_open(root: Path, prompt_tokens: int, blocks: int) -> dict[str, Any]:
     memory = psutil.Process().memory_info().rss - before
     prefix.release("first")
     matches = [timed(lambda: prefix.match("again", prompt), lambda: prefix.release("again")) for _ in range(15)]
-    hashing = [timed(lambda: list(chain_of(pack_tokens(prompt)))) for _ in range(15)]
+    root_hash = identity().root(BLOCK, "")
+    hashing = [timed(lambda: list(block_hashes(root_hash, pack_tokens(prompt), BLOCK))) for _ in range(15)]
     sha = [timed(lambda: raw_chain(pack_tokens(prompt))) for _ in range(15)]
     prefix.close()
     store.close(600.0)

@@ -1,6 +1,8 @@
 """Models for the tests: a tiny random one made on the spot, and the starter model if it is at hand."""
 
+import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -8,6 +10,15 @@ import pytest
 from omlx.model.folder import is_model, models_folder
 from omlx.model.starter import STARTER
 from omlx.testing import make_tiny_model
+
+
+@pytest.fixture(autouse=True)
+def log_level() -> Iterator[None]:
+    """What one test has logged is no other's affair: a server that runs in this process sets the level."""
+    logger = logging.getLogger("omlx")
+    before = logger.level
+    yield
+    logger.setLevel(before)
 
 
 @pytest.fixture(scope="session")

@@ -191,6 +191,16 @@ class CacheManager(ABC):
         """`children`, however many there are. May read as many heads of files: not on the MLX thread."""
         return self.children(parent)
 
+    def pin_all(self, hashes: Sequence[bytes]) -> None:
+        """`pin` of many blocks."""
+        for block_hash in hashes:
+            self.pin(block_hash)
+
+    def unpin_all(self, hashes: Sequence[bytes]) -> None:
+        """`unpin` of many blocks."""
+        for block_hash in hashes:
+            self.unpin(block_hash)
+
     def contains(self, block_hash: bytes) -> bool:
         return self.tier_of(block_hash) is not None
 

@@ -6,6 +6,7 @@ A block that a request holds is pinned in the store for as long as the request r
 import itertools
 import threading
 from collections import Counter
+from collections.abc import Iterable
 
 
 class PagedCacheManager:
@@ -30,16 +31,22 @@ class PagedCacheManager:
 
         Holding a block twice is the same as holding it once.
         """
+        return bool(self.acquire_all(request_id, [block_hash]))
+
+    def acquire_all(self, request_id: str, hashes: Iterable[bytes]) -> list[bytes]:
+        """`acquire` of many blocks; returns those that nobody held before."""
         with self._lock:
             table = self._tables.setdefault(request_id, {})
-            if block_hash in table:
-                return False
-            if block_hash not in self._ids:
-                self._ids[block_hash] = block_id = next(self._next_id)
-                self._hashes[block_id] = block_hash
-            table[block_hash] = self._ids[block_hash]
-            self._holders[block_hash] += 1
-            return self._holders[block_hash] == 1
+            return [block_hash for block_hash in hashes if block_hash not in table and self._hold(table, block_hash)]
+
+    def _hold(self, table: dict[bytes, int], block_hash: bytes) -> bool:
+        block_id = self._ids.get(block_hash)
+        if block_id is None:
+            self._ids[block_hash] = block_id = next(self._next_id)
+            self._hashes[block_id] = block_hash
+        table[block_hash] = block_id
+        self._holders[block_hash] += 1
+        return self._holders[block_hash] == 1
 
     def drop(self, request_id: str, block_hash: bytes) -> bool:
         """Takes one block out of the request's table. True if nobody holds it any more."""

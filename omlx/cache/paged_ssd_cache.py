@@ -264,7 +264,7 @@ class PagedSSDCacheManager(CacheManager):
         if self._disk is not None and before_ns is None:
             disk = self._disk.blocks.clear(self._folder)
         elif self._disk is not None and before_ns is not None:
-            disk = self._disk.remove_unused(before_ns, self._folder)
+            disk = self._disk.blocks.remove_unused(before_ns, "cleared", self._folder)
         return ram | {key[1]: nbytes for key, nbytes in disk.items()}
 
     # ---- find
@@ -412,14 +412,20 @@ class PagedSSDCacheManager(CacheManager):
             self._hot.expire(before_ns)
 
     def pin(self, block_hash: bytes) -> None:
-        self._hot.pin(block_hash)
+        self.pin_all([block_hash])
+
+    def pin_all(self, hashes: Sequence[bytes]) -> None:
+        self._hot.pin(*hashes)
         if self._disk is not None:
-            self._disk.blocks.pin((self._folder, block_hash))
+            self._disk.blocks.pin(*((self._folder, block_hash) for block_hash in hashes))
 
     def unpin(self, block_hash: bytes) -> None:
-        self._hot.unpin(block_hash)
+        self.unpin_all([block_hash])
+
+    def unpin_all(self, hashes: Sequence[bytes]) -> None:
+        self._hot.unpin(*hashes)
         if self._disk is not None:
-            self._disk.blocks.unpin((self._folder, block_hash))
+            self._disk.blocks.unpin(*((self._folder, block_hash) for block_hash in hashes))
 
     # ---- the whole store
 

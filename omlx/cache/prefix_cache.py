@@ -163,8 +163,8 @@ class BlockAwarePrefixCache:
         found = self._search.longest(sought, avoid)
         stages = WindowStages(self._who.layout, self.block_size, found.end)
         self._chains[request_id] = chain = _Chain(sought, found.root, stages, list(found.hashes), avoid=avoid)
-        for meta in [block.meta for block in found.blocks] + [companion.meta for companion in found.companions]:
-            self._hold(request_id, meta.block_hash)
+        metas = [block.meta for block in found.blocks] + [companion.meta for companion in found.companions]
+        self._hold_all(request_id, [meta.block_hash for meta in metas])
         for block in found.blocks[len(chain.hashes) :]:
             chain.cuts.update(block.start + cut for cut in block.meta.cuts if cut <= block.take)
         mode = self._search.mode(sought)
@@ -482,9 +482,11 @@ class BlockAwarePrefixCache:
 
     # ---- holding and letting go
 
+    def _hold_all(self, request_id: str, names: Sequence[bytes]) -> None:
+        self._store.pin_all(self._paged.acquire_all(request_id, names))
+
     def _hold(self, request_id: str, name: bytes) -> None:
-        if self._paged.acquire(request_id, name):
-            self._store.pin(name)
+        self._hold_all(request_id, [name])
 
     def _let_go(self, request_id: str, name: bytes) -> None:
         if self._paged.drop(request_id, name):
@@ -497,8 +499,7 @@ class BlockAwarePrefixCache:
         """
         chain = self._chains.pop(request_id, None)
         table = self._paged.hashes(request_id)
-        for name in self._paged.release(request_id):
-            self._store.unpin(name)
+        self._store.unpin_all(self._paged.release(request_id))
         if chain is not None:
             in_chain = set(chain.hashes)
             self._store.touch([name for name in table if name not in in_chain])

@@ -2,9 +2,10 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import count, islice
 from typing import NamedTuple
 
-from omlx.cache.block import block_hash, common_tokens, root_hash, slice_tokens
+from omlx.cache.block import block_hash, block_hashes, common_tokens, root_hash, slice_tokens
 from omlx.cache.companions import Companion, companions_at_end
 from omlx.cache.grid import ExactMode, PrefillGrid
 from omlx.cache.interface import BlockMeta, CacheManager
@@ -14,6 +15,7 @@ FORMAT = "1"
 # Blocks that hold more than whole grid cells have names of their own, and so do all that build on
 # them: what a prompt's prefill gives and what an answer's decoding left never replace each other.
 CELLS, DECODED = b"", b"decoded"
+_FIRST_BATCH, _MORE = 32, 4  # blocks looked up at once, and how many times more the next time
 
 
 def names(parent: bytes, tokens: bytes) -> list[bytes]:
@@ -147,26 +149,42 @@ class PrefixSearch:
         return None
 
     def _full_blocks(self, walk: _Walk) -> list[MatchedBlock]:
-        """The full blocks that are stored, one after the other."""
+        """The full blocks that are stored, one after the other. Lineages come in long runs."""
         blocks: list[MatchedBlock] = []
-        for start in range(0, walk.sought.limit - self._block_size + 1, self._block_size):
-            meta = self._find(walk, slice_tokens(walk.sought.packed, start, start + self._block_size))
-            if meta is None:
-                break
-            walk.hashes.append(meta.block_hash)
-            blocks.append(MatchedBlock(meta, start, self._block_size))
+        lineages = [CELLS] if walk.mode == "strict" else [CELLS, DECODED]
+        while any(self._run(walk, blocks, lineage) for lineage in lineages):
+            lineages.reverse()  # the one whose run has ended comes last
         return blocks
 
-    def _find(self, walk: _Walk, tokens: bytes) -> BlockMeta | None:
-        for lineage in (CELLS,) if walk.mode == "strict" else (CELLS, DECODED):
-            meta = self._meta(walk, block_hash(walk.parent, tokens, lineage))
-            if meta is not None:
-                return meta
-        return None
+    def _run(self, walk: _Walk, blocks: list[MatchedBlock], lineage: bytes) -> bool:
+        """Adds the stored blocks of one lineage that come next. False if there is none.
+
+        Many are looked up at once, which is much faster for each; first a few, since most prompts end soon.
+        """
+        size, found, batch = self._block_size, len(blocks), _FIRST_BATCH
+        packed = slice_tokens(walk.sought.packed, found * size, walk.sought.limit)
+        waiting = block_hashes(walk.parent, packed, size, lineage)
+        while wanted := list(islice(waiting, batch)):
+            metas = self._usable_run(walk, self._store.get_metas(wanted))
+            walk.hashes += wanted[: len(metas)]
+            start = len(blocks) * size
+            blocks += [MatchedBlock(meta, at, size) for meta, at in zip(metas, count(start, size), strict=False)]
+            if len(metas) < len(wanted):
+                break
+            batch *= _MORE
+        return len(blocks) > found
+
+    def _usable_run(self, walk: _Walk, metas: Sequence[BlockMeta | None]) -> list[BlockMeta]:
+        """The blocks before the first that is not stored or may not be used."""
+        run: list[BlockMeta] = []
+        for meta in metas:
+            if meta is None or meta.block_hash in walk.avoid or not self.usable(meta):
+                break
+            run.append(meta)
+        return run
 
     def _meta(self, walk: _Walk, name: bytes) -> BlockMeta | None:
-        meta = self._store.get_meta(name)
-        return meta if meta is not None and name not in walk.avoid and self.usable(meta) else None
+        return next(iter(self._usable_run(walk, [self._store.get_meta(name)])), None)
 
     def _tails(self, walk: _Walk) -> list[MatchedBlock]:
         """Parts of blocks that come next and have some of the remaining tokens, longest first."""
@@ -212,7 +230,7 @@ class PrefixSearch:
         (from decode). They may be used where the answer is a part of the new prompt, since that
         really continues from this state, and for an identical prompt.
         """
-        first = next((block for block in blocks if not block.exact), None)
+        first = _first_inexact(blocks)
         if first is None:
             return False
         end = blocks[-1].end
@@ -221,11 +239,17 @@ class PrefixSearch:
         return not repeats and end <= first.start + prefill_end + 1
 
 
+def _first_inexact(blocks: Iterable[MatchedBlock]) -> MatchedBlock | None:
+    """The first block of which more is used than whole grid cells."""
+    for block in blocks:
+        if block.take > block.meta.exact_tokens:  # written out: there may be thousands
+            return block
+    return None
+
+
 def exact_upto(blocks: Sequence[MatchedBlock]) -> int:
     """Up to this position the values are those of a prefill in whole grid cells."""
-    upto = 0
-    for block in blocks:
-        upto = block.start + min(block.take, block.meta.exact_tokens)
-        if not block.exact:
-            break
-    return upto
+    first = _first_inexact(blocks)
+    if first is not None:
+        return first.start + first.meta.exact_tokens
+    return blocks[-1].end if blocks else 0

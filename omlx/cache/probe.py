@@ -91,6 +91,9 @@ class MatchEnd:
         end = self.start + near.shared
         if near.shared > self.taken and not self.usable(near.meta):
             return f"other KV settings: stored under other numerics ({near.meta.numerics})"
+        if near.shared > self.taken and not self.identity.layout.cut_anywhere:
+            last = self.start + self.taken
+            return f"stored up to token {end}, but windows or recurrent states to go on from only at token {last}"
         if near.shared in (self.block_size, len(self.wanted) // TOKEN_BYTES):
             return "stored, but its last bits are not those of a prompt computed from its beginning (exact mode)"
         if near.shared < near.meta.token_count:

@@ -201,7 +201,11 @@ def clear_cache(
     if disk is not None:
         try:
             wanted = None if model_name is None else folder_name(model_name)
-            found |= disk.blocks.clear(wanted) if before_ns is None else disk.remove_unused(before_ns, wanted)
+            found |= (
+                disk.blocks.clear(wanted)
+                if before_ns is None
+                else disk.blocks.remove_unused(before_ns, "cleared", wanted)
+            )
         finally:
             release_store(disk, _RELEASE_S)
     return Cleared(len(found), sum(found.values()))

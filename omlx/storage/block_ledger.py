@@ -6,7 +6,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import takewhile
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -325,26 +325,23 @@ class BlockLedger:
                 self._delete(entry.key)
             return {entry.key: entry.meta.file_size for entry in entries}
 
-    def unused_since(self, before_ns: int, folder: str | None = None) -> list[Entry]:
-        """The blocks of a model, or of all, that were last used before then (nanoseconds since the epoch) and are
-        not pinned; files that are never read among them, whenever they were made.
+    def remove_unused(
+        self, before_ns: int, reason: str, folder: str | None = None, most: int | None = None
+    ) -> dict[Key, int]:
+        """Deletes the blocks of a model, or of all, that were last used before then and are not pinned.
+
+        Before then: nanoseconds since the epoch. At most so many, least recently used first; returns them with
+        their bytes.
         """
         with self._lock:
             old = takewhile(lambda entry: entry.used < before_ns, self._table.entries())
-            return [e for e in old if folder in (None, e.folder) and e.key not in self._pins]
-
-    def remove_unused(self, entries: Iterable[Entry], before_ns: int, reason: str) -> dict[Key, int]:
-        """Deletes those of `unused_since` that were not used meanwhile; returns them with their bytes."""
-        removed = {}
-        with self._lock:
-            for entry in entries:
-                now = self._table.get(entry.key) or entry
-                if self._table.known(entry.key) and now.used < before_ns and entry.key not in self._pins:
-                    self._counts[entry.folder].expired += reason == "expired"
-                    self._gone.add(entry.folder, entry.meta, reason)
-                    self._delete(entry.key)
-                    removed[entry.key] = entry.meta.file_size
-        return removed
+            wanted = (e for e in old if folder in (None, e.folder))
+            gone = list(islice((e for e in wanted if e.key not in self._pins and e.key not in self._stuck), most))
+            for entry in gone:
+                self._counts[entry.folder].expired += reason == "expired"
+                self._gone.add(entry.folder, entry.meta, reason)
+                self._delete(entry.key)
+            return {entry.key: entry.meta.file_size for entry in gone}
 
     def drop_damaged(self, entry: Entry) -> bool:
         """Deletes a block that could not be read. False if it is not in force any more."""
@@ -362,14 +359,14 @@ class BlockLedger:
                 self._table.touch(key)
         self._queue.wake_in(_COMMIT_WITHIN_S)
 
-    def pin(self, key: Key) -> None:
+    def pin(self, *keys: Key) -> None:
         with self._lock:
-            self._pins.add(key)
+            self._pins.add(keys)
 
-    def unpin(self, key: Key) -> None:
-        """Raises ValueError if it is not pinned."""
+    def unpin(self, *keys: Key) -> None:
+        """Raises ValueError for one that is not pinned."""
         with self._lock:
-            self._pins.remove(key)
+            self._pins.remove(keys)
 
     def close(self) -> None:
         """Declines new blocks from now on."""

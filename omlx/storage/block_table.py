@@ -242,12 +242,19 @@ class BlockTable:
                     break
         return found
 
+    def stale(self) -> Slots:
+        """Files that are never read, the oldest first."""
+        slots = self._slots()
+        return self._by_use(slots[self._records.arrays["stale"][slots] == _STALE])
+
     def under_other_numerics(self, folder: str, numerics: str) -> Slots:
         """The folder's blocks that may be read and were made under other numerics, least recently used first."""
         slots, a = self._slots(), self._records.arrays
         other = (a["folder"][slots] == self._folders.find(folder)) & (a["stale"][slots] == _OK)
-        slots = slots[other & (a["numerics"][slots] != self._numerics.find(numerics))]
-        slots = slots[np.argsort(a["used"][slots], kind="stable")]
+        return self._by_use(slots[other & (a["numerics"][slots] != self._numerics.find(numerics))])
+
+    def _by_use(self, slots: Array) -> Slots:
+        slots = slots[np.argsort(self._records.arrays["used"][slots], kind="stable")]
         return Slots(slots, self._serials[slots])
 
     def still_there(self, slots: Slots) -> Iterator[Entry]:

@@ -2,7 +2,7 @@
 
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from omlx.storage.tensor_file import BlockMeta
@@ -50,16 +50,20 @@ class Pins:
     def __contains__(self, key: Key) -> bool:
         return key in self._counts
 
-    def add(self, key: Key) -> None:
-        self._counts[key] += 1
+    def add(self, keys: Iterable[Key]) -> None:
+        self._counts.update(keys)
 
-    def remove(self, key: Key) -> None:
-        """Raises ValueError if the block is not pinned."""
-        if key not in self._counts:
-            raise ValueError(f"block {key[1].hex()} is not pinned")
-        self._counts[key] -= 1
-        if not self._counts[key]:
-            del self._counts[key]
+    def remove(self, keys: Iterable[Key]) -> None:
+        """Raises ValueError for a block that is not pinned, after the others were unpinned."""
+        strays = []
+        for key in keys:
+            left = self._counts[key] - 1
+            if left > 0:
+                self._counts[key] = left
+            elif self._counts.pop(key, 0) == 0:
+                strays.append(key[1].hex())
+        if strays:
+            raise ValueError(f"block {strays[0]} is not pinned")
 
 
 class RecentTokens:

@@ -47,6 +47,7 @@ _COMMIT_ROWS = 64  # small transactions keep SQLite's journal small
 _OPEN_WAIT_S = 2.0  # a start waits this long for the index to be complete, then goes on without
 _RETRY_S = (0.5, 30.0)  # after a failure: first wait, longest wait
 _EXIT_TIMEOUT_S = 30.0
+_PORTION, _PORTION_EVERY_S = 1000, 0.1  # expired blocks that are removed at once
 _SETTLE_S = 10.0  # how long a file beside the blocks waits for the removals that make room for it
 # The name or the place of the file is of no use, and will be at every try.
 _FOR_GOOD = frozenset((errno.ENAMETOOLONG, errno.ENOTDIR, errno.EEXIST, errno.EINVAL))
@@ -362,26 +363,14 @@ class DiskStore:
         self._expiry.lower(ttl_s)
 
     def _expire(self) -> None:
-        """Removes what was not used for too long, if it is time to look for that."""
+        """Removes what was not used for too long, if it is time to look for that; very much of it in portions."""
         before_ns = self._expiry.due()
-        if before_ns is not None:
-            self.remove_unused(before_ns, reason="expired")
-            for user in list(self._users):
-                user.expire(before_ns)
-
-    def remove_unused(self, before_ns: int, folder: str | None = None, *, reason: str = "cleared") -> dict[Key, int]:
-        """Deletes the blocks of a model, or of all, that were last used before then and are not pinned.
-
-        Returns them with their bytes. Of a file that is never read the time counts at which it was made.
-        """
-        old = [e for e in self.blocks.unused_since(before_ns, folder) if not e.stale or self._made(e) < before_ns]
-        return self.blocks.remove_unused(old, before_ns, reason)
-
-    def _made(self, entry: Entry) -> int:
-        try:
-            return block_path(self.root, entry.key).stat().st_mtime_ns
-        except OSError:
-            return 0
+        if before_ns is None:
+            return
+        if len(self.blocks.remove_unused(before_ns, "expired", most=_PORTION)) == _PORTION:
+            self._expiry.look_again(_PORTION_EVERY_S)
+        for user in list(self._users):
+            user.expire(before_ns)
 
     def _identified(self, entry: Entry, result: Entry | DamagedBlock) -> None:
         damaged = isinstance(result, DamagedBlock)

@@ -1,7 +1,6 @@
 """Which blocks leave the disk when the limit asks for room: the only copy of that order."""
 
 from collections.abc import Iterator
-from itertools import takewhile
 
 from omlx.storage.block_table import BlockTable, Entry, Slots
 
@@ -14,14 +13,14 @@ class EvictionOrder:
        recently used first;
     3. the least recently used.
 
-    A block of the second kind comes twice. They are looked for when numerics come into force and by `refresh`,
+    Those of the first two kinds come twice. They are looked for when numerics come into force and by `refresh`,
     not when something is evicted: that takes as long with a million blocks as with ten.
     """
 
     def __init__(self, table: BlockTable) -> None:
         self._table = table
         self._in_force: dict[str, str] = {}
-        self._unusable: list[Slots] = []
+        self._first: list[Slots] = []
 
     def use_numerics(self, folder: str, numerics: str | None) -> None:
         """Only blocks of the folder under these numerics can be used now; None: all."""
@@ -33,10 +32,10 @@ class EvictionOrder:
 
     def refresh(self) -> None:
         """To be called when blocks were found."""
-        self._unusable = [self._table.under_other_numerics(*pair) for pair in self._in_force.items()]
+        unusable = [self._table.under_other_numerics(*pair) for pair in self._in_force.items()]
+        self._first = [self._table.stale(), *unusable]
 
     def __iter__(self) -> Iterator[Entry]:
-        yield from takewhile(lambda entry: entry.stale, self._table.entries())  # they were never used
-        for slots in self._unusable:
+        for slots in self._first:
             yield from self._table.still_there(slots)
         yield from self._table.entries()

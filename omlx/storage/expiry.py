@@ -23,11 +23,12 @@ class Expiry:
         if ttl_s and (not self._ttl_s or ttl_s < self._ttl_s):
             self._ttl_s = ttl_s
             self.look_again()
-            self._wake_in(0)
 
-    def look_again(self) -> None:
-        """Does not wait for the time of the next look."""
-        self._next_look = 0.0
+    def look_again(self, in_s: float = 0.0) -> None:
+        """Brings the next look forward."""
+        if self._ttl_s:
+            self._next_look = min(self._next_look, time.monotonic() + in_s)
+            self._wake_in(in_s)
 
     def due(self) -> int | None:
         """What was last used before this time (nanoseconds since the epoch) has expired; None: not time to look."""

@@ -195,13 +195,14 @@ class HotTier:
         with self._lock:
             return self._gone.after(name, parent)
 
-    def pin(self, key: Key) -> None:
+    def pin(self, *keys: Key) -> None:
         with self._lock:
-            self._pins.add(key)
+            self._pins.add(keys)
 
-    def unpin(self, key: Key) -> None:
+    def unpin(self, *keys: Key) -> None:
+        """Raises ValueError for a block that is not pinned; the others are unpinned all the same."""
         with self._lock:
-            self._pins.remove(key)
+            self._pins.remove(keys)
 
     def evictions(self, name: str) -> int:
         with self._lock:
@@ -395,12 +396,12 @@ class HotCache:
         """Frees `nbytes` or a little more, oldest first; returns the bytes freed."""
         return self.tier.evict(nbytes, self.name)
 
-    def pin(self, block_hash: bytes) -> None:
-        self.tier.pin((self.name, block_hash))
+    def pin(self, *hashes: bytes) -> None:
+        self.tier.pin(*((self.name, block_hash) for block_hash in hashes))
 
-    def unpin(self, block_hash: bytes) -> None:
-        """Raises ValueError if the block is not pinned."""
-        self.tier.unpin((self.name, block_hash))
+    def unpin(self, *hashes: bytes) -> None:
+        """Raises ValueError for a block that is not pinned."""
+        self.tier.unpin(*((self.name, block_hash) for block_hash in hashes))
 
     @property
     def evictions(self) -> int:

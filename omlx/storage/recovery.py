@@ -20,9 +20,9 @@ _READERS = 4  # a cold disk answers several questions at once
 _BATCH = 1024
 
 
-def stale_entry(key: Key, file_size: int) -> Entry:
-    """A file that counts towards the limit but is never read."""
-    return Entry(key[0], BlockMeta(key[1], 0, file_size=file_size), stale=True)
+def stale_entry(key: Key, file_size: int, made_ns: int = 0) -> Entry:
+    """A file that counts towards the limit but is never read; its last use is that it was made."""
+    return Entry(key[0], BlockMeta(key[1], 0, file_size=file_size), made_ns, stale=True)
 
 
 def find_blocks(root: Path, seen: Callable[[Key], bool]) -> Iterator[Entry]:
@@ -64,12 +64,12 @@ def _identity(root: Path, entry: Entry) -> Entry | DamagedBlock:
     try:
         meta = read_meta(block_path(root, entry.key))
     except DamagedBlock as exc:
-        return stale_entry(entry.key, entry.meta.file_size) if isinstance(exc, UnknownFormat) else exc
+        return stale_entry(entry.key, entry.meta.file_size, entry.used) if isinstance(exc, UnknownFormat) else exc
     except FileNotFoundError:  # evicted meanwhile, most likely; then nobody asks for it any more
         return DamagedBlock("it is gone")
     except OSError as exc:
         log.warning("%s cannot be read: %s", block_path(root, entry.key), exc)
-        return stale_entry(entry.key, entry.meta.file_size)
+        return stale_entry(entry.key, entry.meta.file_size, entry.used)
     if meta.block_hash != entry.meta.block_hash:
         return DamagedBlock("it holds another block")
     return Entry(entry.folder, meta._replace(block_hash=entry.meta.block_hash), entry.used)

@@ -204,7 +204,23 @@ def test_looking_for_what_has_expired_does_not_look_at_what_has_not(opened: Open
     looked = []
     entries = ledger._table.entries
     ledger._table.entries = lambda: (looked.append(entry) or entry for entry in entries())  # type: ignore[method-assign, func-returns-value]
-    assert ledger.unused_since(time.time_ns() - int(DAY * 1e9)) == [] and len(looked) == 1
+    assert ledger.remove_unused(time.time_ns() - int(DAY * 1e9), "expired") == {} and len(looked) == 1
+
+
+def test_very_much_that_has_expired_goes_in_portions(
+    opened: Opener, clock: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A start with a folder full of old blocks does not wait for all of them."""
+    cache = opened()
+    for n in range(40):
+        save(cache, n)
+    cache.close(5)
+    clock(8 * DAY)
+    monkeypatch.setattr(disk_store, "_PORTION", 10)
+    cache = opened(ttl=7 * DAY)
+    assert len(on_disk(cache, 40)) >= 20  # one portion at the start, perhaps another since
+    assert when(lambda: on_disk(cache, 40) == set()) and cache.flush(5) and cache.check() == []
+    assert cache.stats().expired_ssd == 40
 
 
 # ---- image features

@@ -1,7 +1,7 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.models.cache import ConcatenateKVCache, KVCache
+from mlx_lm.models.cache import ArraysCache, CacheList, ChunkedKVCache, ConcatenateKVCache, KVCache, RotatingKVCache
 
 from omlx.arrays import ArrayPool
 from omlx.cache import layer_state
@@ -126,3 +126,42 @@ def test_restored_caches_are_updated_in_place_also_in_recycled_memory():
         places.update(before)
         del slabs, restored
     assert len(places) == len(caches)
+
+
+@pytest.mark.parametrize("cls", [KVCache, RotatingKVCache, ChunkedKVCache])
+def test_classes_of_mlx_vlm_are_known_by_their_names(cls):
+    twin = type(cls.__name__, (cls,), {"__module__": "mlx_vlm.models.cache"})
+    listed = type("CacheList", (CacheList,), {"__module__": "mlx_vlm.models.cache"})
+    made = twin() if cls is KVCache else twin(8)
+    caches = [listed(made, twin() if cls is KVCache else twin(8))]
+    for cache in caches[0].caches:
+        cache.update_and_fetch(mx.ones((1, 2, 5, 4)), mx.ones((1, 2, 5, 4)))
+    layout = describe(caches)
+    assert layout.layers[0].cls is twin and layout == describe(caches)
+    (built,) = KVSlabs(layout, 5, end=5).caches(5)
+    assert type(built) is listed and [type(cache) for cache in built.caches] == [twin, twin]
+    stranger = type("OtherKVCache", (cls,), {"__module__": "mlx_vlm.models.cache"})
+    assert isinstance(describe([stranger() if cls is KVCache else stranger(8)]), Uncacheable)
+
+
+def test_a_state_with_an_empty_part_makes_the_model_uncacheable():
+    cache = ArraysCache(2)
+    cache[0] = mx.ones((1, 3))
+    assert describe([cache]) == Uncacheable("layer 0 leaves a part of its recurrent state empty")
+
+
+def test_layers_that_read_anothers_keys_keep_nothing():
+    caches = [*filled(mx.float32), KVCache()]
+    layout = describe(caches)
+    assert [part.name for part in layout.parts] == ["0.keys", "0.values", "1.keys", "1.values"]
+    rebuilt = KVSlabs(layout, 16).caches(16)
+    assert rebuilt[2].keys is None and rebuilt[2].offset == 0
+
+
+def test_settling_leaves_a_ring_in_order_alone():
+    ring = RotatingKVCache(8)
+    ring.update_and_fetch(mx.ones((1, 2, 6, 4)), mx.ones((1, 2, 6, 4)))
+    layer_state.settle([ring])
+    keys = ring.keys
+    layer_state.settle([ring])
+    assert ring.keys is keys

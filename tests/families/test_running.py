@@ -209,3 +209,31 @@ def test_windows_let_more_tokens_fit() -> None:
     layout = runner("gemma3_text").layout
     assert layout.nbytes(with_windows, B) <= limit < layout.nbytes(with_windows + 256, B)
     assert with_windows > 1.5 * without
+
+
+@pytest.mark.parametrize("family", KINDS)
+def test_a_forgotten_conversation_leaves_no_companions(family: str, tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    bench = Bench(runner(family), store)
+    shared = prompt(2 * B)
+    one, other = shared + prompt(30, seed=1), shared + prompt(30, seed=2)
+    for text in (one, other):
+        bench.ask(text, max_tokens=20, ignore_eos=True)
+    expected = cold(family, other, max_tokens=4)
+    gone = bench.prefix.forget(bench.prefix.conversation(one))
+    assert gone.kept_tokens == 2 * B
+    again = bench.ask(other, max_tokens=4, ignore_eos=True)
+    assert again.stats.cached_tokens == len(other) - 1 and bench.answer(again) == expected
+    bench.prefix.forget(bench.prefix.conversation(other))
+    assert store.metas() == []
+    store.close(5)
+
+
+def test_a_probe_says_that_a_state_is_missing() -> None:
+    bench = Bench(runner("mamba2"), DictStore())
+    text = prompt(3 * B)
+    bench.ask(text)
+    probe = bench.prefix.probe([*text[: B + 7], 1, 2, 3])
+    assert probe.cached_tokens == B and probe.first_miss is not None
+    reason = f"stored up to token {B + 7}, but windows or recurrent states to go on from only at token {B}"
+    assert probe.first_miss == (B, reason)
