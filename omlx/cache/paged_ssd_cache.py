@@ -19,10 +19,11 @@ from omlx.cache.interface import BlockData, CacheManager, Gone, ReadTarget, Stor
 from omlx.sizes import format_size
 from omlx.storage.block_ledger import PutResult
 from omlx.storage.bookkeeping import Key
-from omlx.storage.disk_store import DEFAULT_QUEUE_BYTES, DiskStore, open_store, release_store
+from omlx.storage.disk_store import DEFAULT_QUEUE_BYTES, DiskStore
 from omlx.storage.expiry import Expiry
 from omlx.storage.folder import block_path, check_folder, check_hash
 from omlx.storage.hot_tier import HotCache, HotTier
+from omlx.storage.open_stores import open_store, release_store
 from omlx.storage.tensor_file import (
     BlockBuffer,
     BlockMeta,

@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 from omlx.cache.factory import CacheConfig, CacheFactory
 from omlx.cache.prefix_cache import CacheIdentity, PrefixCache
 from omlx.storage.block_ledger import FolderFigures
-from omlx.storage.disk_store import DEFAULT_QUEUE_BYTES, DiskStore, open_store, release_store
+from omlx.storage.disk_store import DEFAULT_QUEUE_BYTES, DiskStore
 from omlx.storage.folder import folder_name, model_of
 from omlx.storage.hot_tier import HotTier
+from omlx.storage.open_stores import open_store, release_store
 
 _RELEASE_S = 10.0
 

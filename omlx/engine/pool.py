@@ -23,9 +23,10 @@ from omlx.model.progress import folder_bytes
 from omlx.model.runner import TextRunner, numerics
 from omlx.scheduler import Scheduler, SchedulerConfig
 from omlx.sizes import format_size
-from omlx.storage.disk_store import DiskStore, release_store
+from omlx.storage.disk_store import DiskStore
 from omlx.storage.folder import StoreLocked
 from omlx.storage.hot_tier import HotTier
+from omlx.storage.open_stores import release_store
 
 log = logging.getLogger(__name__)
 

@@ -4,7 +4,6 @@ What is kept and what goes is decided by its `BlockLedger`; here is all that tou
 hands out the store that there is.
 """
 
-import atexit
 import contextlib
 import errno
 import logging
@@ -33,7 +32,7 @@ from omlx.storage.folder import (
     make_folder,
     remove,
 )
-from omlx.storage.recovery import compare, find_blocks, identify, stale_entry
+from omlx.storage.recovery import Recovery, compare, stale_entry
 from omlx.storage.tensor_file import BlockMeta, DamagedBlock, WholeBlock, read_meta
 from omlx.storage.troubles import Troubles
 from omlx.storage.write_queue import Task, WriteQueue
@@ -46,9 +45,7 @@ DEFAULT_QUEUE_BYTES = 256 << 20
 _COMMIT_ROWS = 64  # small transactions keep SQLite's journal small
 _OPEN_WAIT_S = 2.0  # a start waits this long for the index to be complete, then goes on without
 _RETRY_S = (0.5, 30.0)  # after a failure: first wait, longest wait
-_EXIT_TIMEOUT_S = 30.0
 _PORTION, _PORTION_EVERY_S = 1000, 0.1  # expired blocks that are removed at once
-_SETTLE_S = 10.0  # how long a file beside the blocks waits for the removals that make room for it
 # The name or the place of the file is of no use, and will be at every try.
 _FOR_GOOD = frozenset((errno.ENAMETOOLONG, errno.ENOTDIR, errno.EEXIST, errno.EINVAL))
 # Nothing is wrong with the file: the process or the machine was short of something.
@@ -87,8 +84,7 @@ class DiskStore:
         self._index_mark = ""  # of the index file as we left it last
         self._untold: set[Path] = set()  # removed files that SQLite may still have a row of
         self._complete = threading.Event()
-        self._stop_recovery = threading.Event()
-        self._recovery: threading.Thread | None = None
+        self._recovery = Recovery(root, self.blocks)
         self._troubles = Troubles(f"cache folder {root}", "serving goes on without it")
         self._retry_s, self._retry_at = _RETRY_S[0], 0.0
         self._said_for_good: set[tuple[str, int | None]] = set()
@@ -321,7 +317,7 @@ class DiskStore:
         self.blocks.make_room()
 
     def _disconnect(self, *, clean: bool) -> None:
-        self._end_recovery()
+        self._recovery.end()
         if self._index is not None and self._lock_file is not None:
             packed = self.blocks.pack() if clean else None
             self._index.close(packed)
@@ -335,26 +331,18 @@ class DiskStore:
         """
         found = []
         if self._index is not None and not self._index.clean:
-            for entry in find_blocks(self.root, self._see):
-                self.blocks.add_found(entry)
-                found.append(entry)
-            self.blocks.keep_only_seen()
-            self.blocks.in_order()
+            found = self._recovery.count_files(distrust=self._index.damaged)
             self._unlink_doomed()  # the limit holds before anything new is written
         if found:
-            self._recovery = threading.Thread(target=self._identify, args=[found], name="omlx-recovery", daemon=True)
-            self._recovery.start()
+            self._recovery.identify(found, self._all_identified)
         else:
             self._complete.set()
         self._expiry.look_again()
 
-    def _identify(self, found: list[Entry]) -> None:
-        identify(self.root, found, self._identified, self._stop_recovery)
-        if not self._stop_recovery.is_set():
-            self.blocks.in_order()
-            self._expiry.look_again()
-            self._queue.wake_in(0)
-            self._complete.set()
+    def _all_identified(self) -> None:
+        self._expiry.look_again()
+        self._queue.wake_in(0)
+        self._complete.set()
 
     # ---- age
 
@@ -371,25 +359,6 @@ class DiskStore:
             self._expiry.look_again(_PORTION_EVERY_S)
         for user in list(self._users):
             user.expire(before_ns)
-
-    def _identified(self, entry: Entry, result: Entry | DamagedBlock) -> None:
-        damaged = isinstance(result, DamagedBlock)
-        if self.blocks.identified(entry, None if isinstance(result, DamagedBlock) else result) and damaged:
-            log.warning("block file %s is damaged (%s): it is removed", block_path(self.root, entry.key), result)
-
-    def _end_recovery(self) -> None:
-        if self._recovery is not None:
-            self._stop_recovery.set()
-            self._recovery.join()
-            self._stop_recovery.clear()
-            self._recovery = None
-
-    def _see(self, key: Key) -> bool:
-        """Whether a file's header need not be read. An index that somebody changed is not taken at its word."""
-        if self._index is not None and self._index.damaged:
-            with contextlib.suppress(OSError):
-                self.blocks.forget_unless_size(key, block_path(self.root, key).stat().st_size)
-        return self.blocks.see(key)
 
     def _measure(self) -> float:
         """Tells the ledger how much room the disk has; returns how many bytes may be written now."""
@@ -526,102 +495,3 @@ def _matching(found: BlockMeta, meta: BlockMeta) -> BlockMeta:
 def _left(deadline: float | None) -> float | None:
     """Seconds until a deadline of `time.monotonic`; None has no end."""
     return None if deadline is None else max(0.0, deadline - time.monotonic())
-
-
-# ---- one store per root and process
-
-_open_stores: dict[Path, tuple[DiskStore, int]] = {}
-_side_bytes: dict[Path, int] = {}  # what others keep in folders that lie, or may come to lie, under a root
-_registry_lock = threading.Lock()
-
-
-def open_store(
-    root: Path, max_bytes: int, queue_bytes: int, reserve_bytes: int | None = None, ttl_s: float = 0
-) -> DiskStore:
-    """The store of this root, opened by the first of its users; the lowest limits hold. Raises StoreLocked."""
-    root = Path(os.path.realpath(root))
-    with _registry_lock:
-        store, users = _open_stores.get(root, (None, 0))
-        if store is None:
-            store = DiskStore(root, max_bytes, queue_bytes, reserve_bytes, ttl_s)
-            for folder, nbytes in _side_bytes.items():
-                if folder.is_relative_to(root):
-                    store.blocks.count_other_files(str(folder), nbytes)
-        else:
-            store.blocks.lower_limit(max_bytes)
-            store.lower_ttl(ttl_s)
-        _open_stores[root] = (store, users + 1)
-        return store
-
-
-def release_store(store: DiskStore, timeout_s: float) -> bool:
-    """Ends one use: waits until all is written. The last user closes the store. False if that took too long."""
-    with _registry_lock:
-        registered, users = _open_stores.get(store.root, (None, 0))
-        if registered is not store:
-            return False  # closed already, or a forked child that let go of it
-        if users == 1:
-            del _open_stores[store.root]
-            return store.close(timeout_s)
-        _open_stores[store.root] = (store, users - 1)
-    return store.flush(timeout_s)
-
-
-# ---- other files under a root: they count towards its limit
-
-
-def side_room(folder: Path) -> int | None:
-    """How many bytes files in `folder` may take up at most because of the root it lies under; None if under none."""
-    with _registry_lock:
-        return min((store.blocks.room_for_others(str(folder)) for store in _stores_above(folder)), default=None)
-
-
-def reserve_side_files(folder: Path, nbytes: int) -> bool:
-    """Others' files in `folder`, a resolved path, are about to take up `nbytes`; makes room for them under its root.
-
-    Waits until the blocks that have to go are gone. False if there cannot be so much room.
-    """
-    with _registry_lock:
-        stores = _stores_above(folder)
-        if not all(store.blocks.reserve_for_others(str(folder), nbytes) for store in stores):
-            return False
-        _side_bytes[folder] = nbytes
-    for store in stores:
-        while not store.settle(_SETTLE_S) and _is_open(store):
-            continue  # its disk is slow
-    return all(store.blocks.within_limit for store in stores)
-
-
-def _is_open(store: DiskStore) -> bool:
-    with _registry_lock:
-        return any(store is one for one, _ in _open_stores.values())
-
-
-def count_side_files(folder: Path, nbytes: int) -> None:
-    """Others' files in `folder`, a resolved path, take up `nbytes`, also after whoever keeps them has closed."""
-    with _registry_lock:
-        _side_bytes[folder] = nbytes
-        for store in _stores_above(folder):
-            store.blocks.count_other_files(str(folder), nbytes)
-
-
-def _stores_above(folder: Path) -> list[DiskStore]:
-    return [store for root, (store, _) in _open_stores.items() if folder.is_relative_to(root)]
-
-
-def _close_all() -> None:
-    """An interpreter that just ends loses nothing, and does not wait for ever."""
-    for store, _ in list(_open_stores.values()):
-        store.close(_EXIT_TIMEOUT_S)
-
-
-def _after_fork_in_child() -> None:
-    global _registry_lock
-    _registry_lock = threading.Lock()  # another thread may have held it
-    for store, _ in _open_stores.values():
-        store.leave_to_parent()
-    _open_stores.clear()
-
-
-atexit.register(_close_all)
-os.register_at_fork(after_in_child=_after_fork_in_child)

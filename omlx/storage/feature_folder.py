@@ -22,7 +22,6 @@ import psutil
 
 from omlx.sizes import format_size
 from omlx.storage.block_ledger import RESERVE_BYTES, RESERVE_SHARE
-from omlx.storage.disk_store import count_side_files, reserve_side_files, side_room
 from omlx.storage.expiry import Expiry
 from omlx.storage.feature_file import (
     SUFFIX,
@@ -35,6 +34,7 @@ from omlx.storage.feature_file import (
     write_feature_file,
 )
 from omlx.storage.folder import make_folder, remove
+from omlx.storage.open_stores import count_side_files, reserve_side_files, side_room
 from omlx.storage.tensor_file import TEMP_PREFIX, TEMP_SUFFIX, BlockBuffer, DamagedBlock, TensorSpec, UnknownFormat
 from omlx.storage.troubles import Troubles
 from omlx.storage.write_queue import Task, WriteQueue
@@ -371,15 +371,12 @@ class FeatureFolder:
     def _shrink(self, allowed: int, besides: FeatureKey | None = None) -> None:
         while (victim := self._victim(allowed, besides)) is not None:
             self._remove(victim.key)
-            if victim.gone:
-                self._note_evicted(victim.key)
+            self.counts.evictions += victim.gone
 
     def _note_evicted(self, key: FeatureKey) -> None:
-        self.counts.evictions += 1
-        with self._lock:
-            self._evicted[key] = None
-            while len(self._evicted) > _MOST_EVICTED:
-                del self._evicted[next(iter(self._evicted))]
+        self._evicted[key] = None
+        while len(self._evicted) > _MOST_EVICTED:
+            del self._evicted[next(iter(self._evicted))]
 
     def _victim(self, allowed: int, besides: FeatureKey | None) -> Entry | None:
         """The features whose file goes next, marked as gone unless new ones wait; None if no more have to go."""
@@ -388,8 +385,9 @@ class FeatureFolder:
             if self._bytes - (own.file_bytes if own else 0) <= allowed:
                 return None
             victim = next((e for e in self._entries.values() if e.file_bytes and e.key != besides), None)
-            if victim is not None:
-                victim.gone = victim.pending is None
+            if victim is not None and victim.pending is None and not victim.gone:
+                victim.gone = True
+                self._note_evicted(victim.key)
             return victim
 
     def _limit(self) -> int:

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
 
+from omlx.storage.block_ledger import BlockLedger
 from omlx.storage.block_table import Entry
 from omlx.storage.bookkeeping import Key
 from omlx.storage.folder import block_path, remove, walk
@@ -40,24 +41,70 @@ def find_blocks(root: Path, seen: Callable[[Key], bool]) -> Iterator[Entry]:
                 yield Entry(file.key[0], meta, stat.st_mtime_ns, identified=False)
 
 
-Identified = Callable[[Entry, Entry | DamagedBlock], None]
+class Recovery:
+    """Brings a ledger up to what lies in its folder. `count_files` is quick, `identify` runs beside everything else."""
 
+    def __init__(self, root: Path, blocks: BlockLedger) -> None:
+        self._root = root
+        self._blocks = blocks
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
 
-def identify(root: Path, entries: Sequence[Entry], identified: Identified, stop: threading.Event) -> None:
-    """Reads the headers of what `find_blocks` found, several at once, the last used first, until `stop`.
+    def count_files(self, *, distrust: bool) -> list[Entry]:
+        """Gives every file an entry with its size, and takes away the entries without one.
 
-    `identified(entry, result)` is called for each, from any thread. A file of another version or that cannot
-    be read becomes a stale entry. Payloads are not read: they are checked when a block is loaded.
-    """
-    waiting = iter(sorted(entries, key=lambda entry: -entry.used))
-    done = 0
-    with ThreadPoolExecutor(_READERS, thread_name_prefix="omlx-recovery") as readers:
-        while not stop.is_set() and (batch := list(islice(waiting, _BATCH))):
-            for entry, result in zip(batch, readers.map(lambda e: _identity(root, e), batch), strict=True):
-                identified(entry, result)
-            before, done = done, done + len(batch)
-            if done // _PROGRESS_EVERY > before // _PROGRESS_EVERY or (done == len(entries) > _PROGRESS_EVERY):
-                log.info("cache folder %s: %d of %d blocks identified", root, done, len(entries))
+        Returns those that are still to be identified. `distrust`: somebody changed the index, so sizes are compared.
+        """
+        found = []
+        for entry in find_blocks(self._root, self._see_unless_changed if distrust else self._blocks.see):
+            self._blocks.add_found(entry)
+            found.append(entry)
+        self._blocks.keep_only_seen()
+        self._blocks.in_order()
+        return found
+
+    def _see_unless_changed(self, key: Key) -> bool:
+        with contextlib.suppress(OSError):
+            self._blocks.forget_unless_size(key, block_path(self._root, key).stat().st_size)
+        return self._blocks.see(key)
+
+    def identify(self, found: list[Entry], done: Callable[[], None]) -> None:
+        """Reads the headers of these files in the background; `done` is called unless `end` comes first."""
+        self._thread = threading.Thread(target=self._run, args=[found, done], name="omlx-recovery", daemon=True)
+        self._thread.start()
+
+    def _run(self, found: Sequence[Entry], done: Callable[[], None]) -> None:
+        """Several at once, the last used first."""
+        waiting = iter(sorted(found, key=lambda entry: -entry.used))
+        count = 0
+        with ThreadPoolExecutor(_READERS, thread_name_prefix="omlx-recovery") as readers:
+            while not self._stop.is_set() and (batch := list(islice(waiting, _BATCH))):
+                for entry, result in zip(batch, readers.map(lambda e: _identity(self._root, e), batch), strict=True):
+                    self._settle(entry, result)
+                count += len(batch)
+                self._say(count, len(batch), len(found))
+        if not self._stop.is_set():
+            self._blocks.in_order()
+            done()
+
+    def _settle(self, entry: Entry, result: Entry | DamagedBlock) -> None:
+        if not isinstance(result, DamagedBlock):
+            self._blocks.identified(entry, result)
+        elif self._blocks.identified(entry, None):
+            path = block_path(self._root, entry.key)
+            log.warning("block file %s is damaged (%s): it is removed", path, result)
+
+    def _say(self, count: int, batch: int, total: int) -> None:
+        if count // _PROGRESS_EVERY > (count - batch) // _PROGRESS_EVERY or count == total > _PROGRESS_EVERY:
+            log.info("cache folder %s: %d of %d blocks identified", self._root, count, total)
+
+    def end(self) -> None:
+        """Stops reading headers."""
+        if self._thread is not None:
+            self._stop.set()
+            self._thread.join()
+            self._stop.clear()
+            self._thread = None
 
 
 def _identity(root: Path, entry: Entry) -> Entry | DamagedBlock:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from omlx.cache.block import block_hash, pack_tokens
-from omlx.cache.companions import companions_of
+from omlx.cache.companions import companions_of, state_name
 from omlx.cache.conversation import Forgotten
 from omlx.cache.paged_ssd_cache import PagedSSDCacheManager
 from tests.storage.blocks import block
@@ -158,7 +158,7 @@ def test_what_lies_beside_a_block_goes_and_stays_with_it(opened: Callable[..., B
     bench = opened()
     bench.ask([*SYSTEM, *text(2, 60)], max_tokens=4)
     bench.ask([*SYSTEM, *text(3, 60)], max_tokens=4)
-    beside = {meta.block_hash: block_hash(meta.block_hash, b"", b"state") for meta in bench.store.metas()}
+    beside = {meta.block_hash: state_name(meta.block_hash) for meta in bench.store.metas()}
     for parent, companion in beside.items():
         bench.store.save_block(companion, block(0), 0, parent=companions_of(parent))
     forget(bench, [*SYSTEM, *text(2, 60)])

@@ -1,6 +1,7 @@
 """Functions of test modules in processes of their own: as a user who is not root, or on a small disk."""
 
 import logging
+import math
 import os
 import shutil
 import subprocess
@@ -13,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from omlx.metrics import RestoreTime
 
 REPOSITORY = Path(__file__).parents[2]
 NOBODY = 65534
@@ -65,11 +68,22 @@ def run_on_small_disk(function: Callable[..., Any], mount_point: Path, megabytes
     run_in_child(function, mount_point, wrapped_in=(*unshare, "sh", "-c", f'{mount} && exec "$0" "$@"'))
 
 
+def trust_the_cache(patch: Callable[[Any, str, Any], None] = setattr) -> None:
+    """Has all that is stored loaded, however slow the machine is now: else the scheduler computes what reads slowly."""
+    patch(RestoreTime, "LONG_S", math.inf)
+    patch(RestoreTime, "FORGET_S", -1.0)
+
+
 def wait_for(condition: Callable[[], Any], seconds: float = 10.0) -> Any:
     deadline = time.monotonic() + seconds
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.01)
     return condition()
+
+
+def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """The warnings so far, and worse. Other records are there or not, as other tests left the loggers."""
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 class Said(logging.Handler):

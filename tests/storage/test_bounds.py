@@ -14,13 +14,13 @@ import pytest
 
 from omlx.cache.paged_ssd_cache import PagedSSDCacheManager
 from omlx.cache.vision_feature_cache import VisionFeatureSSDCache
-from omlx.storage import disk_store
+from omlx.storage import disk_store, recovery
 from omlx.storage.folder import INDEX_NAME, VISION_FOLDER
 from omlx.storage.hot_tier import HotTier
 from omlx.storage.tensor_file import BlockBuffer, TensorSpec
 from omlx.testing import Fault, FaultyStore
 from tests.storage.blocks import NBYTES, block, meta, name, our_bytes
-from tests.storage.children import run_in_child, wait_for
+from tests.storage.children import run_in_child, wait_for, warnings_in
 from tests.storage.targets import Target, read, save
 
 MB = 1 << 20
@@ -122,7 +122,7 @@ def test_all_files_together_stay_within_the_limit_under_load_but_for_the_one_bei
             thread.join()
         assert features.flush(20) and all(store.flush(20) for store in stores)
     one = max(m.file_size for store in stores for m in store.metas())
-    assert sampler.samples > 50 and limit * 0.8 < sampler.most <= limit + one, (sampler.most - limit, one)
+    assert sampler.samples > 10 and limit * 0.8 < sampler.most <= limit + one, (sampler.most - limit, one)
     assert our_bytes(root) <= limit and sum(store.stats().evictions_ssd for store in stores) > 50
     assert features.stats.disk_evictions > 0 and stores[0].check() == [] and features.check() == []
     assert stores[0].ssd_bytes >= our_bytes(root) - 100  # all of it is counted, but for the lock
@@ -169,14 +169,14 @@ def test_a_smaller_limit_is_met_before_anything_is_written_also_when_the_index_i
         save(store, n)
     store.close()
     (tmp_path / "root" / INDEX_NAME).unlink()
-    found, go = disk_store.find_blocks, threading.Event()
+    found, go = recovery.find_blocks, threading.Event()
 
     def slow(*args):
         assert go.wait(20)
         return found(*args)
 
     monkeypatch.setattr(disk_store, "_OPEN_WAIT_S", 0.05)
-    monkeypatch.setattr(disk_store, "find_blocks", slow)
+    monkeypatch.setattr(recovery, "find_blocks", slow)
     caplog.set_level(logging.WARNING)
     store = opened(limit=10 * SIZE + 40_000)
     there = []
@@ -187,7 +187,7 @@ def test_a_smaller_limit_is_met_before_anything_is_written_also_when_the_index_i
     assert read(store, 100) == "ssd" and store.check() == []
     assert wait_for(lambda: read(store, 39) == "ssd")  # its header has been read by now
     # Of the files that had to go nobody says that they cannot be read.
-    assert all(INDEX_NAME in record.getMessage() for record in caplog.records) and store.stats().damaged == 0
+    assert all(INDEX_NAME in line for line in warnings_in(caplog)) and store.stats().damaged == 0
 
 
 def test_a_start_does_not_wait_for_removals(opened, tmp_path, monkeypatch):
@@ -221,7 +221,7 @@ def test_an_entry_larger_than_the_limit_is_declined_in_one_line_and_evicts_nothi
         features.put(f"h{n}", "m", mx.zeros((2 * SIZE,)))
     assert store.flush(5) and features.flush(5)
     assert {m.block_hash for m in store.metas()} == kept and features.usage.disk_entries == 1
-    assert len(caplog.records) == 2 and store.stats().declined == 5 and features.stats.files.declined == 5
+    assert len(warnings_in(caplog)) == 2 and store.stats().declined == 5 and features.stats.files.declined == 5
     assert store.check() == [] and features.check() == []
     features.close()
 

@@ -10,7 +10,7 @@ from omlx.storage.folder import INDEX_NAME
 from omlx.testing import Fault, FaultyStore
 from tests.dict_store import DictStore
 from tests.storage.blocks import damage
-from tests.storage.children import Said, become_nobody, open_folder, run_in_child
+from tests.storage.children import Said, become_nobody, open_folder, run_in_child, trust_the_cache, warnings_in
 from tests.tiny import EOS, Bench, TinyRunner
 
 B = 16
@@ -20,6 +20,11 @@ PROMPT = [random.Random(1).randrange(EOS) for _ in range(5 * B + 9)]
 HOWS = (
     "empty", "8 bytes", "half", "one short", "header", "payload", "zeroed tail", "deleted", "swapped", "folder",
 )  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def loaded(monkeypatch):
+    trust_the_cache(monkeypatch.setattr)
 
 
 @pytest.fixture(scope="module")
@@ -91,10 +96,10 @@ def test_with_any_spoiled_block_the_answer_is_the_cold_one_and_the_block_comes_b
     again = ask_and_flush(bench)
     assert bench.answer(again) == cold and again.stats.cached_tokens < len(PROMPT) - 1
     assert bench.store.stats().damaged == 1
-    assert [str(files[which]) in record.getMessage() for record in caplog.records] == [True]
+    assert [str(files[which]) in line for line in warnings_in(caplog)] == [True]
     healed = ask_and_flush(bench)
     assert bench.answer(healed) == cold and healed.stats.cached_ssd_tokens == len(PROMPT) - 1
-    assert bench.store.stats().damaged == 1 and len(caplog.records) == 1 and bench.store.check() == []
+    assert bench.store.stats().damaged == 1 and len(warnings_in(caplog)) == 1 and bench.store.check() == []
     assert len(list(files[which].parent.glob("*.set-aside-*"))) == (how == "folder")
 
 
@@ -106,7 +111,7 @@ def test_when_every_block_is_spoiled_each_is_said_once(opened, cold, caplog):
         damage(path, "payload")
     caplog.clear()
     assert bench.answer(ask_and_flush(bench)) == cold
-    assert bench.store.stats().damaged == len(caplog.records) >= len(PROMPT) // B
+    assert bench.store.stats().damaged == len(warnings_in(caplog)) >= len(PROMPT) // B
     assert bench.answer(ask_and_flush(bench)) == cold and bench.store.check() == []
 
 
@@ -168,8 +173,8 @@ def test_an_index_that_was_spoiled_while_stopped_is_made_again(opened, cold, cap
     bench = opened()
     again = ask_and_flush(bench)
     assert bench.answer(again) == cold and again.stats.cached_ssd_tokens == len(PROMPT) - 1
-    assert bench.store.check() == [] and bench.store.stats().index_damaged == len(caplog.records) <= 1
-    assert all(INDEX_NAME in record.getMessage() for record in caplog.records)
+    assert bench.store.check() == [] and bench.store.stats().index_damaged == len(warnings_in(caplog)) <= 1
+    assert all(INDEX_NAME in line for line in warnings_in(caplog))
     bench.store.close()
     assert ask_and_flush(opened()).stats.cached_ssd_tokens == len(PROMPT) - 1
 
@@ -183,7 +188,7 @@ def test_an_index_that_is_spoiled_while_running_is_made_again(opened, runner, co
     for _ in range(2):
         assert bench.answer(ask_and_flush(bench)) == cold
     assert bench.store.check() == [] and bench.store.stats().index_damaged == 1
-    assert [INDEX_NAME in record.getMessage() for record in caplog.records] == [True]
+    assert [INDEX_NAME in line for line in warnings_in(caplog)] == [True]
     bench.store.close()
     bench = opened()
     again = ask_and_flush(bench)
@@ -197,6 +202,7 @@ def test_an_index_that_is_spoiled_while_running_is_made_again(opened, runner, co
 def as_nobody(root):
     """The unreadable cases, by a user who is not root; run by the next test in a process of its own."""
     said = Said()
+    trust_the_cache()
     runner = TinyRunner()
     bench = Bench(runner, DictStore())
     expected = bench.answer(bench.ask(PROMPT))

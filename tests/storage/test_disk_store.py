@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from omlx.storage import disk_store
-from omlx.storage.disk_store import open_store, release_store
+from omlx.storage import open_stores
 from omlx.storage.folder import INDEX_NAME, StoreLocked, block_path
+from omlx.storage.open_stores import open_store, release_store
 from omlx.storage.tensor_file import BlockMeta, read_block_file, write_block_file
 from tests.storage.blocks import DAMAGES, block, damage, meta, name, our_bytes, same, write
 
@@ -35,7 +35,7 @@ def opened(tmp_path):
 
     yield opener
     for store in stores:
-        if store in [s for s, _ in disk_store._open_stores.values()]:
+        if store in [s for s, _ in open_stores._open_stores.values()]:
             release_store(store, 5)
 
 
@@ -485,7 +485,7 @@ def run_python(script, *args, **kinds):
 LOCKER = """
     import sys
     from pathlib import Path
-    from omlx.storage.disk_store import open_store
+    from omlx.storage.open_stores import open_store
     from omlx.storage.folder import StoreLocked
     try:
         open_store(Path(sys.argv[1]), 1 << 20, 1 << 20)
@@ -514,7 +514,7 @@ def test_of_two_processes_the_second_is_told_who_has_the_folder(opened):
 SCRIPT = """
     import sys
     from pathlib import Path
-    from omlx.storage.disk_store import open_store
+    from omlx.storage.open_stores import open_store
     from omlx.storage.tensor_file import write_block_file
     from tests.storage.blocks import block, meta
     store = open_store(Path(sys.argv[1]), 1 << 30, 1 << 30)
@@ -551,7 +551,7 @@ def test_after_a_kill_files_that_were_there_hit_and_nothing_is_left_over(opened,
 AS_NOBODY = """
     import os, shutil, sys
     from pathlib import Path
-    from omlx.storage.disk_store import open_store, release_store
+    from omlx.storage.open_stores import open_store, release_store
     from omlx.storage.folder import block_path
     from omlx.storage.tensor_file import read_block_file, write_block_file
     from tests.storage.blocks import block, meta, name, same

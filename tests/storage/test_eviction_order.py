@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from omlx.storage.disk_store import DiskStore, open_store, release_store
+from omlx.storage.disk_store import DiskStore
 from omlx.storage.folder import INDEX_NAME, block_path
+from omlx.storage.open_stores import open_store, release_store
 from omlx.storage.tensor_file import write_block_file
 from tests.storage.blocks import block, meta, name
 

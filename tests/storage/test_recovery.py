@@ -4,8 +4,8 @@ import threading
 import pytest
 
 from omlx.storage import disk_store, recovery
-from omlx.storage.disk_store import release_store
 from omlx.storage.folder import INDEX_NAME, block_path
+from omlx.storage.open_stores import release_store
 from omlx.storage.tensor_file import DamagedBlock, UnknownFormat, read_header, read_meta, with_size, write_block_file
 from tests.storage.blocks import DAMAGES, SPECS, block, damage, meta, name, our_bytes, same, write
 from tests.storage.test_disk_store import get, held, opened, put  # noqa: F401 (the fixture)
@@ -30,7 +30,7 @@ def test_serving_does_not_wait_for_headers_and_sizes_count_at_once(opened, monke
     put(store, 20)
     assert store.flush(5) and same(get(store, 20), block(20))  # written while headers are still to be read
     go_on.set()
-    store._recovery.join(5)
+    assert store._complete.wait(5)
     assert held(store) == {*range(10), 20} and same(get(store, 3), block(3)) and store.check() == []
 
 
@@ -42,7 +42,7 @@ def test_a_limit_is_met_before_headers_are_read(opened, monkeypatch):  # noqa: F
     store = opened(5 * meta(0).file_size)
     assert store.settle(5) and our_bytes(store.root) <= 5 * meta(0).file_size + 32768
     go_on.set()
-    store._recovery.join(5)
+    assert store._complete.wait(5)
     assert store.flush(5) and held(store) and store.check() == []
 
 
@@ -57,7 +57,7 @@ def test_a_store_that_closes_before_all_is_identified_looks_again(opened, monkey
     release_store(store, 5)
     assert not (store.root / "index.snapshot").exists()
     store = opened()
-    store._recovery.join(5)
+    assert store._complete.wait(5)
     assert held(store) == set(range(10)) and store.check() == []
 
 
@@ -67,7 +67,7 @@ def test_progress_is_said_for_many_blocks(opened, monkeypatch, caplog):  # noqa:
     monkeypatch.setattr(recovery, "_BATCH", 5)
     with caplog.at_level(logging.INFO):
         store = opened()
-        store._recovery.join(5)
+        assert store._complete.wait(5)
     said = [r.message.rpartition(": ")[2] for r in caplog.records if "identified" in r.message]
     assert said == ["10 of 25 blocks identified", "20 of 25 blocks identified", "25 of 25 blocks identified"]
 

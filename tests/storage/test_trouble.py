@@ -23,7 +23,16 @@ from omlx.scheduler import SchedulerConfig
 from omlx.storage.folder import INDEX_NAME, VISION_FOLDER, block_path
 from tests.dict_store import DictStore
 from tests.storage.blocks import meta, name, our_bytes, write
-from tests.storage.children import Said, become_nobody, open_folder, run_in_child, run_on_small_disk, wait_for
+from tests.storage.children import (
+    Said,
+    become_nobody,
+    open_folder,
+    run_in_child,
+    run_on_small_disk,
+    trust_the_cache,
+    wait_for,
+    warnings_in,
+)
 from tests.storage.targets import read, save
 from tests.tiny import EOS, Bench, TinyRunner
 
@@ -31,6 +40,11 @@ B = 16
 MB = 1 << 20
 SIZE = meta(0).file_size
 PROMPTS = [[random.Random(seed).randrange(EOS) for _ in range(3 * B + 9)] for seed in range(4)]
+
+
+@pytest.fixture(autouse=True)
+def loaded(monkeypatch):
+    trust_the_cache(monkeypatch.setattr)
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +146,7 @@ def test_a_folder_that_is_lost_while_running_is_survived_and_taken_up_again(
     for prompt, expected in zip(PROMPTS, cold, strict=True):
         assert bench.answer(bench.ask(prompt)) == expected
         bench.store.flush(0.05)
-    assert len(caplog.records) <= 1 and all(str(root) in record.getMessage() for record in caplog.records)
+    assert len(warnings_in(caplog)) <= 1 and all(str(root) in line for line in warnings_in(caplog))
     mend(root)
     assert wait_for(lambda: bench.store.flush(5))
     for prompt, expected in [*zip(PROMPTS, cold, strict=True)] * 2:
@@ -163,10 +177,10 @@ def test_a_file_in_the_folders_place_at_start_is_said_once_and_recovers_without_
     for n in range(5):
         save(store, n)
     store.flush(0.2)
-    assert len(caplog.records) == 1 and str(tmp_path / "root") in caplog.text
+    assert len(warnings_in(caplog)) == 1 and str(tmp_path / "root") in caplog.text
     assert all(read(store, n) == "ram" for n in range(5))
     (tmp_path / "root").unlink()
-    assert wait_for(lambda: all(store.get_block_path(name(n)) for n in range(5))) and len(caplog.records) == 1
+    assert wait_for(lambda: all(store.get_block_path(name(n)) for n in range(5))) and len(warnings_in(caplog)) == 1
     assert store.flush(5) and store.check() == []
 
 
@@ -193,6 +207,7 @@ async def test_a_server_whose_cache_folder_is_a_file_answers_and_takes_the_folde
 
 def rights(root):  # noqa: C901
     said = Said()
+    trust_the_cache()
     runner = TinyRunner()
     cold = cold_answers(runner)
     removals = Counter()
@@ -277,6 +292,7 @@ def test_folders_without_rights_are_survived_by_a_user_who_is_not_root():
 
 def full_disk(disk):
     said = Said()
+    trust_the_cache()
     runner = TinyRunner()
     cold = cold_answers(runner)
     reserve = 2 * MB
@@ -580,4 +596,4 @@ def test_a_newer_index_is_made_anew_from_the_blocks(opened, tmp_path, caplog):
     (tmp_path / "root" / INDEX_NAME).write_bytes(raw)
     caplog.set_level(logging.WARNING)
     store = opened()
-    assert read(store, 1) == "ssd" and len(caplog.records) == 1 and store.check() == []
+    assert read(store, 1) == "ssd" and len(warnings_in(caplog)) == 1 and store.check() == []
