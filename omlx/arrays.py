@@ -137,12 +137,10 @@ def raw_bytes(array: mx.array) -> npt.NDArray[np.uint8]:
 
 
 def contiguous(array: mx.array) -> mx.array:
-    """The evaluated array itself if its memory is contiguous, else a copy."""
-    if memoryview(array).c_contiguous:
-        return array
-    copy = mx.contiguous(array)
-    mx.eval(copy)
-    return copy
+    """The evaluated array with contiguous memory: itself, or a copy."""
+    made = mx.contiguous(array)
+    mx.eval(made)
+    return made
 
 
 def own_copy(array: mx.array | npt.NDArray[Any]) -> mx.array:

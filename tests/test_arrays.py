@@ -84,4 +84,4 @@ def test_what_lies_idle_is_bounded():
     pool.take("k", 8, make)
     assert mx.get_active_memory() - before <= 40 * KB
     pool.clear()
-    assert mx.get_active_memory() == before
+    assert mx.get_active_memory() <= before

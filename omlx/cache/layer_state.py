@@ -57,34 +57,66 @@ def extract(layout: CacheLayout, caches: Sequence[Any], start: int, stop: int) -
     reference to an array lives, the next update of its cache copies the whole array.
     """
     block = BlockBuffer.empty(layout.specs(stop - start))
-    slabs = [_slab(contiguous(array)) for array in _arrays(layout, caches, "slice")]
-    for slab, part in _parts(slabs, block, stop - start):
-        part[:] = slab.rows[:, start * slab.token_bytes : stop * slab.token_bytes]
+    slabs = [_slab(array) for array in _arrays(layout, caches, "slice")]
+    if _is_small(block):
+        payload, at = memoryview(block.data), 0
+        for piece in _pieces(slabs, start, stop - start):
+            end = at + len(piece)
+            payload[at:end] = piece
+            at = end
+    else:
+        for rows, part, size in _parts(slabs, block, stop - start):
+            part[:] = rows[:, start * size : stop * size]
     return block
 
 
 class _Slab(NamedTuple):
-    """The memory of an array (1, heads, capacity, dim): a row of bytes for each head, so many a token."""
+    """The memory of an array (1, heads, capacity, dim), twice; the bytes of a head in it and of a token of that.
 
-    rows: npt.NDArray[np.uint8]
+    Blocks are copied as bytes: views of the right dtype and shape take longer to make than a small block to copy,
+    and MLX makes those of bfloat16.
+    """
+
+    memory: npt.NDArray[np.uint8]
+    view: memoryview
+    heads: int
+    head_bytes: int
     token_bytes: int
 
 
 def _slab(array: mx.array) -> _Slab:
-    _, heads, _, dim = array.shape
-    return _Slab(raw_bytes(array).reshape(heads, -1), dim * array.itemsize)
+    _, heads, capacity, dim = array.shape
+    try:
+        memory = raw_bytes(array)
+    except BufferError:
+        memory = raw_bytes(contiguous(array))
+    size = dim * array.itemsize
+    return _Slab(memory, memoryview(memory), heads, capacity * size, size)
 
 
-def _parts(slabs: Iterable[_Slab], block: BlockBuffer, n_tokens: int) -> Iterator[tuple[_Slab, npt.NDArray[np.uint8]]]:
-    """Each slab with its part of a block of `n_tokens`, in rows as well.
+def _is_small(block: BlockBuffer) -> bool:
+    """Whether piece by piece is faster: numpy lets go of the GIL, and to get it back costs more than the copy."""
+    return block.nbytes < _SMALL_PART * len(block.specs)
 
-    Bytes cost less than arrays of the right dtype and shape: there are dozens of parts in a block.
-    """
+
+def _pieces(slabs: Iterable[_Slab], start: int, n_tokens: int) -> list[memoryview]:
+    """The memory of these tokens in the order of a block's payload: one piece a head."""
+    return [
+        view[at : at + n_tokens * size]
+        for _, view, heads, head_bytes, size in slabs
+        for at in range(start * size, heads * head_bytes, head_bytes)
+    ]
+
+
+def _parts(
+    slabs: Iterable[_Slab], block: BlockBuffer, n_tokens: int
+) -> Iterator[tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8], int]]:
+    """Each slab and its part of a block of `n_tokens`, both with a row of bytes a head; the bytes of a token."""
     at = 0
-    for slab in slabs:
-        heads, size = len(slab.rows), n_tokens * slab.token_bytes
-        yield slab, block.data[at : at + heads * size].reshape(heads, size)
-        at += heads * size
+    for memory, _, heads, head_bytes, size in slabs:
+        end = at + heads * n_tokens * size
+        yield memory.reshape(heads, head_bytes), block.data[at:end].reshape(heads, -1), size
+        at = end
 
 
 def snapshot(layout: CacheLayout, caches: Sequence[Any]) -> BlockBuffer:
@@ -159,12 +191,10 @@ class _Slabs:
 
         self._arrays = pool.take(parts, capacity, make) if pool and parts else make(capacity)
         self.each = [_slab(array) for array in self._arrays]
-        self.rows = [(memoryview(row), slab.token_bytes) for slab in self.each for row in slab.rows]
 
     def hand_over(self) -> Iterator[mx.array]:
         """The arrays; they are the caller's from then on."""
         self.each.clear()
-        self.rows.clear()
         arrays, self._arrays = self._arrays, []
         return iter(arrays)
 
@@ -228,33 +258,23 @@ class SlabTarget:
         self._slabs = slabs
         self._moves = moves
 
-    @property
-    def _whole(self) -> int | None:
-        """Where the block goes if all of its tokens do, in a row."""
-        _, target, size = self._moves[0]
-        return target if len(self._moves) == 1 and size == self._block_tokens else None
+    def copy_from(self, block: BlockBuffer) -> None:
+        """Takes the wanted tokens out of a block in RAM."""
+        pieces = self.pieces() if _is_small(block) else None
+        if pieces is not None:
+            payload, at = memoryview(block.data), 0
+            for piece in pieces:
+                end = at + len(piece)
+                piece[:] = payload[at:end]
+                at = end
+            return
+        for rows, part, size in _parts(self._slabs.each, block, self._block_tokens):
+            for source, target, n in self._moves:
+                rows[:, target * size : (target + n) * size] = part[:, source * size : (source + n) * size]
 
     @property
     def _block_tokens(self) -> int:
         return self.specs[0].shape[TOKEN_AXIS]
-
-    def copy_from(self, block: BlockBuffer) -> None:
-        """Takes the wanted tokens out of a block in RAM."""
-        whole = self._whole
-        if whole is not None and block.nbytes < _SMALL_PART * len(self._slabs.each):
-            self._copy_rows(memoryview(block.data), whole)
-            return
-        for slab, part in _parts(self._slabs.each, block, self._block_tokens):
-            size = slab.token_bytes
-            for source, target, n in self._moves:
-                slab.rows[:, target * size : (target + n) * size] = part[:, source * size : (source + n) * size]
-
-    def _copy_rows(self, payload: memoryview, start: int) -> None:
-        """Copies without giving up the GIL: for small parts, handing it to the other reader and back costs more."""
-        at, tokens = 0, self._block_tokens
-        for row, size in self._slabs.rows:
-            row[start * size : (start + tokens) * size] = payload[at : at + tokens * size]
-            at += tokens * size
 
     def pieces(self) -> list[memoryview] | None:
         """Writable memory for the file's payload, in file order: one piece a head.
@@ -262,11 +282,9 @@ class SlabTarget:
         None when only a part of the block is wanted: its bytes are not together in the slabs, so
         the store reads the block and calls `copy_from`.
         """
-        start = self._whole
-        if start is None:
-            return None
-        stop = start + self._block_tokens
-        return [row[start * size : stop * size] for row, size in self._slabs.rows]
+        _, target, size = self._moves[0]
+        whole = len(self._moves) == 1 and size == self._block_tokens
+        return _pieces(self._slabs.each, target, size) if whole else None
 
 
 class StateTarget:

@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import ArraysCache, CacheList, ChunkedKVCache, ConcatenateKVCache, KVCache, RotatingKVCache
 
-from omlx.arrays import ArrayPool
+from omlx.arrays import ArrayPool, pack
 from omlx.cache import layer_state
 from omlx.cache.layer_state import KVSlabs, Uncacheable, describe, extract
 from tests.tiny import TinyRunner
@@ -74,6 +74,26 @@ def test_a_block_does_not_change_when_its_cache_does():
     caches[0].update_and_fetch(mx.ones((1, 2, 3, 4)), mx.ones((1, 2, 3, 6)))
     layer_state.evaluate(caches)
     assert np.array_equal(block.data, before)
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+@pytest.mark.parametrize("dim", [8, 2000], ids=["small parts", "large parts"])
+def test_copying_bytes_gives_what_copying_arrays_gives(dtype, dim):
+    caches = [KVCache() for _ in range(2)]
+    for cache in caches:
+        cache.update_and_fetch(*(mx.random.normal((1, 3, 50, width)).astype(dtype) for width in (dim, dim + 1)))
+    layer_state.evaluate(caches)
+    layout = describe(caches)
+    block = extract(layout, caches, 7, 39)
+    plain = pack([(cache.keys[:, :, 7:39], cache.values[:, :, 7:39]) for cache in caches])
+    assert np.array_equal(block.data, plain.data)
+    for take in (32, 5):
+        slabs = KVSlabs(layout, 64)
+        slabs.target(16, take, 32).copy_from(block)
+        for cache, restored in zip(caches, slabs.caches(16 + take), strict=True):
+            assert mx.array_equal(cache.keys[:, :, 7 : 7 + take], restored.keys[:, :, 16 : 16 + take])
+            assert mx.array_equal(cache.values[:, :, 7 : 7 + take], restored.values[:, :, 16 : 16 + take])
+            assert not mx.any(restored.keys[:, :, :16]).item() and not mx.any(restored.keys[:, :, 16 + take :]).item()
 
 
 def test_arrays_that_are_not_contiguous_are_cut_as_well():

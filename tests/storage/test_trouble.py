@@ -146,7 +146,9 @@ def test_a_folder_that_is_lost_while_running_is_survived_and_taken_up_again(
     for prompt, expected in zip(PROMPTS, cold, strict=True):
         assert bench.answer(bench.ask(prompt)) == expected
         bench.store.flush(0.05)
-    assert len(warnings_in(caplog)) <= 1 and all(str(root) in line for line in warnings_in(caplog))
+    # Where `insist` took a folder away that was just being made again, an index may count as damaged besides.
+    said = [line for line in warnings_in(caplog) if f"{INDEX_NAME} is damaged" not in line]
+    assert len(said) <= 1 and all(str(root) in line for line in said), said
     mend(root)
     assert wait_for(lambda: bench.store.flush(5))
     for prompt, expected in [*zip(PROMPTS, cold, strict=True)] * 2:

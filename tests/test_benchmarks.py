@@ -1,0 +1,41 @@
+"""benchmarks/storage.py at its smallest: no figure is judged here, but it checks itself what it measures."""
+
+import asyncio
+import importlib
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+
+
+@pytest.fixture
+def storage(monkeypatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module("storage")
+
+
+def test_the_rows_about_copying_are_measured(storage, tmp_path, monkeypatch):
+    rows = "restore,ram,save,writer"
+    monkeypatch.setattr(sys, "argv", ["storage.py", "--quick", "--rows", rows, "--results", str(tmp_path)])
+    asyncio.run(storage.main(storage.options(), tmp_path))
+    tables = json.loads((tmp_path / "storage-quick.json").read_text())["tables"]
+    assert len(tables) == 4 and all(target["value"] > 0 for table in tables for target in table["targets"])
+
+
+def test_a_store_made_for_the_rows_about_many_blocks_opens_matches_and_evicts(storage, tmp_path):
+    big = importlib.import_module("big_index")
+    big.make_store(tmp_path / "root", 500, 4096)
+    found = big.measure_open(tmp_path / "root", 4096, 500)
+    assert found["open"] > 0 and len(found["match"]) == len(found["sha256"])
+    assert big.measure_evict(tmp_path / "root", 4096, 500)["evicted"] >= big.SAVES // 2
+
+
+def test_an_unknown_row_is_refused_by_name(storage, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["storage.py", "--rows", "restore,lunch"])
+    with pytest.raises(SystemExit):
+        storage.options()
+    assert "no such row: lunch; there are restore," in capsys.readouterr().err
