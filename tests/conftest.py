@@ -1,12 +1,14 @@
 """Models for the tests: a tiny random one made on the spot, and the starter model if it is at hand."""
 
 import logging
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from omlx.metrics import RestoreTime
 from omlx.model.folder import is_model, models_folder
 from omlx.model.starter import STARTER
 from omlx.testing import make_tiny_model
@@ -19,6 +21,15 @@ def log_level() -> Iterator[None]:
     before = logger.level
     yield
     logger.setLevel(before)
+
+
+@pytest.fixture(autouse=True)
+def stored_is_loaded(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine that is slow just now the scheduler computes again what would be read slowly. That is the affair of
+    its own tests (a module with MEASURES_RESTORES); all others would depend on what else the machine does."""
+    if not getattr(request.module, "MEASURES_RESTORES", False):
+        monkeypatch.setattr(RestoreTime, "LONG_S", math.inf)
+        monkeypatch.setattr(RestoreTime, "FORGET_S", -1.0)
 
 
 @pytest.fixture(scope="session")

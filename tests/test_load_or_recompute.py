@@ -19,6 +19,7 @@ from tests.tiny import Bench, TinyRunner
 
 B = 16
 MB = 1 << 20
+MEASURES_RESTORES = True
 
 
 # ---- the estimate

@@ -68,10 +68,9 @@ def run_on_small_disk(function: Callable[..., Any], mount_point: Path, megabytes
     run_in_child(function, mount_point, wrapped_in=(*unshare, "sh", "-c", f'{mount} && exec "$0" "$@"'))
 
 
-def trust_the_cache(patch: Callable[[Any, str, Any], None] = setattr) -> None:
-    """Has all that is stored loaded, however slow the machine is now: else the scheduler computes what reads slowly."""
-    patch(RestoreTime, "LONG_S", math.inf)
-    patch(RestoreTime, "FORGET_S", -1.0)
+def trust_the_cache() -> None:
+    """Has all that is stored loaded, as tests/conftest.py does for the tests of the parent process."""
+    RestoreTime.LONG_S, RestoreTime.FORGET_S = math.inf, -1.0
 
 
 def wait_for(condition: Callable[[], Any], seconds: float = 10.0) -> Any:

@@ -22,11 +22,6 @@ HOWS = (
 )  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def loaded(monkeypatch):
-    trust_the_cache(monkeypatch.setattr)
-
-
 @pytest.fixture(scope="module")
 def runner():
     return TinyRunner()

@@ -42,11 +42,6 @@ SIZE = meta(0).file_size
 PROMPTS = [[random.Random(seed).randrange(EOS) for _ in range(3 * B + 9)] for seed in range(4)]
 
 
-@pytest.fixture(autouse=True)
-def loaded(monkeypatch):
-    trust_the_cache(monkeypatch.setattr)
-
-
 @pytest.fixture(scope="module")
 def runner():
     return TinyRunner()
