@@ -156,7 +156,8 @@ class StoredPrefixes:
 
     def _worth_loading(self, match: PrefixMatch, prefill_end: int) -> PrefixMatch:
         speed, compute_s = self._cache.restore_time, self._compute_s(match.tokens, 0)
-        nbytes = sum(block.meta.file_size for block in match.blocks)
+        metas = [*(block.meta for block in match.blocks), *(companion.meta for companion in match.companions)]
+        nbytes = sum(meta.file_size for meta in metas)
         if compute_s is None or speed.at_most(nbytes) <= compute_s:
             return match
         end = best_end(self._cache.parts(match), speed, partial(self._compute_s, prefill_end))

@@ -51,11 +51,14 @@ def empty_array(dtype: str, shape: Sequence[int]) -> mx.array:
     return array
 
 
-@dataclass(frozen=True, slots=True, eq=False)  # arrays cannot be compared
+@dataclass(slots=True, eq=False)  # arrays cannot be compared
 class _Lent:
+    """What was handed out; `ours` once `_own` has seen to it, until it is handed out again."""
+
     key: Hashable
     size: int
     arrays: list[mx.array]
+    ours: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -80,18 +83,25 @@ class ArrayPool:
         Their memory belongs to the caller alone. `key` names what `make` makes.
         """
         for lent in self._lent:
-            if lent.key == key and size <= lent.size <= size + size // 4 and _holders(lent.arrays) == _ALONE:
-                self._lent.remove(lent)
-                _own(lent.arrays)
+            if lent.key == key and size <= lent.size <= size + size // 4 and _is_idle(lent):
+                _own(lent)
+                lent.ours = False
                 break
         else:
             lent = _Lent(key, _roomy(size), make(_roomy(size)))
         self._remember(lent)
         return list(lent.arrays)
 
+    def settle(self) -> None:
+        """Does now what would hold up the next `take`, for arrays that are idle already."""
+        for lent in self._lent:
+            if _is_idle(lent):
+                _own(lent)
+
     def _remember(self, lent: _Lent) -> None:
         kept, room = [], self.max_bytes
-        for known in (lent, *reversed(self._lent)):
+        # `clear` may come between: it sets another list, and nothing is taken out of this one.
+        for known in (lent, *(other for other in reversed(self._lent) if other is not lent)):
             room -= known.nbytes
             if room < 0:
                 break
@@ -103,6 +113,10 @@ class ArrayPool:
         self._lent = []
 
 
+def _is_idle(lent: _Lent) -> bool:
+    return lent.ours or _holders(lent.arrays) == _ALONE
+
+
 def _holders(arrays: list[mx.array]) -> int:
     """The largest number of Python references to one of the arrays, those of this function included."""
     return max(sys.getrefcount(array) for array in arrays)
@@ -111,15 +125,17 @@ def _holders(arrays: list[mx.array]) -> int:
 _ALONE = _holders([mx.array(0)])  # what it is for arrays that nothing but one list holds
 
 
-def _own(arrays: list[mx.array]) -> None:
-    """Makes sure that nothing else uses the memory of these arrays, such as a slice or what is still to be computed.
+def _own(lent: _Lent) -> None:
+    """Makes sure that nothing else uses the memory of idle arrays, such as a slice or what is still to be computed.
 
-    An update is done in place then; else MLX makes a copy, and the copy is ours.
+    An update is done in place then; else MLX makes a copy, and the copy is ours. It stays so: nobody can get at them.
     """
-    zeros = {array.dtype: mx.zeros(1, array.dtype) for array in arrays}
-    for array in arrays:
-        array[(slice(0, 1),) * array.ndim] = zeros[array.dtype]
-    mx.eval(arrays)
+    if not lent.ours:
+        zeros = {array.dtype: mx.zeros(1, array.dtype) for array in lent.arrays}
+        for array in lent.arrays:
+            array[(slice(0, 1),) * array.ndim] = zeros[array.dtype]
+        mx.eval(lent.arrays)
+        lent.ours = True
 
 
 def _roomy(size: int) -> int:

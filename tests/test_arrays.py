@@ -2,6 +2,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from omlx import arrays
 from omlx.arrays import ArrayPool, as_numpy
 
 KB = 1024
@@ -30,6 +31,19 @@ def test_memory_that_nobody_holds_is_used_again():
     assert places(pool.take("k", 8, make)) == before
 
 
+def test_clearing_while_memory_is_taken_harms_nobody(monkeypatch):
+    pool = ArrayPool(100 * KB)
+    pool.take("k", 8, make)
+    holders = arrays._holders
+
+    def clear_first(found):
+        pool.clear()  # as another thread may do at any moment
+        return holders(found)
+
+    monkeypatch.setattr(arrays, "_holders", clear_first)
+    fill(pool.take("k", 8, make), 6)
+
+
 def test_memory_of_arrays_that_are_in_use_is_left_alone():
     pool = ArrayPool(100 * KB)
     first = pool.take("k", 8, make)
@@ -40,16 +54,37 @@ def test_memory_of_arrays_that_are_in_use_is_left_alone():
     assert mx.all(kept == 5).item()
 
 
+@pytest.mark.parametrize("settle", [False, True])
 @pytest.mark.parametrize("use", [lambda a: a[:, :2], lambda a: a[:, 2:] + 1, lambda a: mx.concatenate([a, a])])
-def test_what_is_still_to_be_computed_from_an_array_keeps_its_values(use):
+def test_what_is_still_to_be_computed_from_an_array_keeps_its_values(use, settle):
     pool = ArrayPool(100 * KB)
     first = pool.take("k", 8, make)
     fill(first, 5)
     expected = np.array(use(first[0]))
     pending = use(first[0])
     del first
+    if settle:
+        pool.settle()
     fill(pool.take("k", 8, make), 6)
     assert np.array_equal(np.array(pending), expected)
+
+
+def test_settling_leaves_what_is_in_use_alone_and_holds_until_the_arrays_are_taken():
+    pool = ArrayPool(100 * KB)
+    first = pool.take("k", 8, make)
+    before = places(first)
+    fill(first, 5)
+    pool.settle()
+    assert all(mx.all(array == 5).item() for array in first)
+    del first
+    pool.settle()
+    second = pool.take("k", 8, make)
+    assert places(second) == before
+    pending = second[0] + 1  # settled once does not mean for ever
+    fill(second, 7)
+    del second
+    fill(pool.take("k", 8, make), 8)
+    assert mx.all(pending == 8).item()
 
 
 def test_a_view_keeps_its_values():
@@ -85,3 +120,16 @@ def test_what_lies_idle_is_bounded():
     assert mx.get_active_memory() - before <= 40 * KB
     pool.clear()
     assert mx.get_active_memory() <= before
+
+
+def test_the_pool_may_be_emptied_in_the_middle_of_a_take(monkeypatch):
+    pool = ArrayPool(100 * KB)
+    pool.take("k", 8, make)
+    holders = arrays._holders
+
+    def emptied(found):
+        pool.clear()
+        return holders(found)
+
+    monkeypatch.setattr(arrays, "_holders", emptied)
+    assert len(pool.take("k", 8, make)) == 2

@@ -122,6 +122,26 @@ def test_cold_and_warm_are_equal_to_the_last_bit_in_every_tier(runner, tmp_path_
             assert close(served.answer, alone, 1e-3)
 
 
+@cpu_only
+@pytest.mark.parametrize("exact", ["on", "strict"])
+def test_what_decoding_gives_never_passes_for_the_prefill_of_the_same_text(runner, tmp_path, exact):
+    """A block whose first cell is a prefill's lies in a file; an answer gives the same tokens, in RAM."""
+    store = PagedSSDCacheManager(tmp_path, 1 << 30, 1 << 28)
+    bench = Bench(runner, store, exact=exact, block_size=64)
+    short = prompt(84)
+    answer = [token for token, *_ in cold(runner, short, max_tokens=60, ignore_eos=True)]
+    bench.ask(short + answer[:30], max_tokens=30, ignore_eos=True)
+    assert store.flush(10)
+    store.evict_from_ram(1 << 30)
+    assert bench.tokens(bench.ask(short, max_tokens=60, ignore_eos=True)) == answer
+    branch = short + answer[:20] + prompt(9, seed=3)
+    alone = Bench(runner, DictStore(), block_size=64)
+    expected = alone.answer(alone.ask(branch, cache=False))
+    request = bench.ask(branch)
+    assert request.stats.cached_tokens == 96 and bench.answer(request) == expected
+    store.close(10)
+
+
 @settings(max_examples=10, deadline=None)
 @given(st.lists(steps, min_size=2, max_size=6))
 def test_off_is_close_whatever_is_reused(runner, talk):

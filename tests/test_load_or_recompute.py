@@ -4,15 +4,19 @@ import threading
 import time
 from collections.abc import Iterator
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from omlx.admission import best_end
+from omlx.admission import StoredPrefixes, best_end
+from omlx.cache.companions import Companion
+from omlx.cache.interface import BlockMeta
 from omlx.cache.paged_ssd_cache import PagedSSDCacheManager
-from omlx.cache.prefix_cache import StoredPart
+from omlx.cache.prefix_cache import PrefixMatch, StoredPart
+from omlx.cache.prefix_search import MatchedBlock
 from omlx.cache.reading import BlockRead, BlockReaders, RestoreTooSlow
-from omlx.metrics import RestoreTime
+from omlx.metrics import RestoreTime, SchedulerStats
 from tests.dict_store import DictStore
 from tests.test_scheduler import close, cold, prompt
 from tests.tiny import Bench, TinyRunner
@@ -111,6 +115,19 @@ def test_only_where_a_match_may_end_and_only_if_the_model_is_known():
     assert best_end(parts(*tiers), known(ssd=9.0), lambda start: None) == 40
 
 
+def test_what_lies_beside_blocks_has_to_be_loaded_as_well():
+    """Blocks of a recurrent model are nearly empty: its states are the load."""
+    meta = BlockMeta(b"b", 10, file_size=1)
+    beside = Companion(BlockMeta(b"s", 0, file_size=100), None, 0, ())
+    match = PrefixMatch("r", (MatchedBlock(meta, 0, 10),), 10, 10, "on", (beside,))
+    pieces = [StoredPart(10, "ssd", 1, False), StoredPart(10, "ssd", 100, True)]
+    cache: Any = SimpleNamespace(
+        restore_time=known(ssd=0.1), parts=lambda match: pieces, shorten=lambda match, end: match._replace(tokens=end)
+    )
+    chunks: Any = SimpleNamespace(seconds=lambda tokens, at: 0.1 * tokens)
+    assert StoredPrefixes(cache, chunks, SchedulerStats())._worth_loading(match, 11).tokens == 0
+
+
 # ---- reading
 
 
@@ -151,6 +168,38 @@ def test_slow_reads_are_waited_for_when_computing_takes_longer_or_nobody_knows(r
     assert readers.read(reads(*[slow] * 6), lambda start: 60.0) == ["ssd"] * 6
     assert readers.read(reads(*[slow] * 6), lambda start: None) == ["ssd"] * 6
     assert readers.read(reads(*[slow] * 6)) == ["ssd"] * 6
+
+
+def test_a_disk_that_hangs_is_not_forgotten_while_it_hangs(readers, monkeypatch):
+    hang = threading.Event()
+
+    def slow() -> str:
+        hang.wait(20)
+        return "ssd"
+
+    try:
+        with pytest.raises(RestoreTooSlow):
+            readers.read(reads(*[slow] * 9), lambda start: 0.1)
+        now = time.monotonic()
+        monkeypatch.setattr(readers.speed, "_clock", lambda: now + 1000 * RestoreTime.FORGET_S)
+        assert (readers.speed.seconds("ssd", 1000) or 0) > 0.01
+    finally:
+        hang.set()
+    assert readers.read(reads(slow)) == ["ssd"]
+    while not all(reader.done() for left in readers._left for reader in left.readers):
+        time.sleep(0.01)
+    monkeypatch.setattr(readers.speed, "_clock", lambda: now + 2000 * RestoreTime.FORGET_S)
+    assert readers.speed.seconds("ssd", 1000) is None
+
+
+def test_a_disk_that_hangs_is_not_waited_for_for_ever_though_nobody_knows_what_computing_takes(readers, monkeypatch):
+    hang = threading.Event()
+    monkeypatch.setattr("omlx.cache.reading._SILENCE_S", 0.3)
+    try:
+        with pytest.raises(RestoreTooSlow):
+            readers.read(reads(lambda: "ram", lambda: hang.wait(20) and None), lambda start: None)
+    finally:
+        hang.set()
 
 
 # ---- through the scheduler

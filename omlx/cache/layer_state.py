@@ -33,7 +33,7 @@ __all__ = [
 ]  # fmt: skip
 
 View = npt.NDArray[Any]
-_SMALL_PART = 100_000  # bytes of an array in a block
+_SMALL_PART = 100_000  # bytes of an array in a block: below, copying head by head takes less than numpy's views
 
 
 def _stored(layout: CacheLayout, caches: Sequence[Any], storage: Storage) -> Iterator[tuple[Layer, Any]]:
@@ -58,7 +58,7 @@ def extract(layout: CacheLayout, caches: Sequence[Any], start: int, stop: int) -
     """
     block = BlockBuffer.empty(layout.specs(stop - start))
     slabs = [_slab(array) for array in _arrays(layout, caches, "slice")]
-    if _is_small(block):
+    if block.nbytes < _SMALL_PART * len(slabs):
         payload, at = memoryview(block.data), 0
         for piece in _pieces(slabs, start, stop - start):
             end = at + len(piece)
@@ -92,11 +92,6 @@ def _slab(array: mx.array) -> _Slab:
         memory = raw_bytes(contiguous(array))
     size = dim * array.itemsize
     return _Slab(memory, memoryview(memory), heads, capacity * size, size)
-
-
-def _is_small(block: BlockBuffer) -> bool:
-    """Whether piece by piece is faster: numpy lets go of the GIL, and to get it back costs more than the copy."""
-    return block.nbytes < _SMALL_PART * len(block.specs)
 
 
 def _pieces(slabs: Iterable[_Slab], start: int, n_tokens: int) -> list[memoryview]:
@@ -260,17 +255,15 @@ class SlabTarget:
 
     def copy_from(self, block: BlockBuffer) -> None:
         """Takes the wanted tokens out of a block in RAM."""
-        pieces = self.pieces() if _is_small(block) else None
-        if pieces is not None:
-            payload, at = memoryview(block.data), 0
-            for piece in pieces:
-                end = at + len(piece)
-                piece[:] = payload[at:end]
-                at = end
-            return
-        for rows, part, size in _parts(self._slabs.each, block, self._block_tokens):
-            for source, target, n in self._moves:
-                rows[:, target * size : (target + n) * size] = part[:, source * size : (source + n) * size]
+        # All views before the first copy: a copy lets go of the GIL, and to get it back from the other reader takes
+        # longer than a small copy, so as little as possible is done with it between two of them.
+        copies = [
+            (rows[:, target * size : (target + n) * size], part[:, source * size : (source + n) * size])
+            for rows, part, size in _parts(self._slabs.each, block, self._block_tokens)
+            for source, target, n in self._moves
+        ]
+        for wanted, part in copies:
+            wanted[:] = part
 
     @property
     def _block_tokens(self) -> int:

@@ -4,7 +4,6 @@ import atexit
 import itertools
 import logging
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Hashable, Sequence
@@ -182,16 +181,22 @@ class PagedSSDCacheManager(CacheManager):
             block.unsaved = self._wants_file(meta)
         in_ram = self._to_ram(block, meta, group, keep_parent=self._disk is None)
         on_disk = not (self._writes_back and in_ram) and self._to_disk(block, meta, in_ram=in_ram)
-        if (
-            not in_ram
-            and block.nbytes > self._hot.tier.max_bytes
-            and not (self._disk and self._disk.blocks.fits(meta.file_size))
-        ):
-            self._count(declined=1)
-            if not self._said_declined:
-                log.warning("a block of %s fits no cache tier: such blocks are not kept", format_size(meta.file_size))
-            self._said_declined = True
+        if self._disk is None or not self._disk.blocks.fits(meta.file_size):
+            self._say_too_large(meta, lost=not in_ram and block.nbytes > self._hot.tier.max_bytes)
         return in_ram or on_disk
+
+    def _say_too_large(self, meta: BlockMeta, *, lost: bool) -> None:
+        """Counts a block that no tier can take, and says once of what size blocks get no file."""
+        if lost:
+            self._count(declined=1)
+        if (self._disk is None and not lost) or self._said_declined or self._closed:
+            return
+        self._said_declined = True
+        size = format_size(meta.file_size)
+        if lost:
+            log.warning("a block of %s fits no cache tier: such blocks are not kept", size)
+        else:
+            log.warning("a block of %s fits neither the SSD tier's limit nor the room on its disk: RAM only", size)
 
     def _to_ram(self, block: BlockBuffer, meta: BlockMeta, group: Hashable, *, keep_parent: bool = False) -> bool:
         save = self._save_leaving if self._writes_back else None
@@ -357,7 +362,7 @@ class PagedSSDCacheManager(CacheManager):
         return self._with_those_in_ram(parent, self._disk.children(self._folder, parent) if self._disk else [])
 
     def all_children(self, parent: bytes) -> list[BlockMeta]:
-        on_disk = self._disk.children(self._folder, parent, most=sys.maxsize) if self._disk else []
+        on_disk = self._disk.all_children(self._folder, parent) if self._disk else []
         return self._with_those_in_ram(parent, on_disk)
 
     def _with_those_in_ram(self, parent: bytes, on_disk: list[BlockMeta]) -> list[BlockMeta]:

@@ -326,6 +326,7 @@ class BlockAwarePrefixCache:
         """Lets go of matched blocks that could not be read, so that they are stored again."""
         chain = self._chains[match.request_id]
         del chain.hashes[end // self.block_size :]
+        chain.stages = WindowStages(self._who.layout, self.block_size, end)
         chain.cuts = {cut for cut in chain.cuts if cut <= end}
         for block in match.blocks:
             if block.start >= end:
@@ -373,7 +374,7 @@ class BlockAwarePrefixCache:
     def _promote(self, run: "_Run") -> None:
         """Puts what was read from files back into RAM; companions in the background: caches hold them no longer."""
         for index in run.chain.cold:
-            self._save(run, run.chain.hashes[index], index)
+            self._save(run, run.chain.hashes[index], index, as_read=True)
         self._readers.later([partial(self._store.restore_block, name) for name in run.chain.cold_companions])
         run.chain.cold_companions = []
 
@@ -406,14 +407,17 @@ class BlockAwarePrefixCache:
         start = index * self.block_size
         return pack_tokens(run.tokens[start : start + self.block_size])
 
-    def _save(self, run: "_Run", name: bytes, index: int) -> None:
-        """Saves block `index` unless the store has it already, at least as good."""
+    def _save(self, run: "_Run", name: bytes, index: int, *, as_read: bool = False) -> None:
+        """Saves block `index` unless the store has it already, at least as good. `as_read`: this is what it has."""
         start = index * self.block_size
         stop = self._stop(run, index)
+        beside = list(run.chain.stages.of(index, stop))  # in any case, or they would stay as long as the request
         exact = min(max(run.exact_upto - start, 0), stop - start)
+        cuts = tuple(sorted(cut - start for cut in run.chain.cuts if start < cut <= stop))
         known = self._store.get_meta(name)
         stale = known is not None and not self._search.usable(known)
-        if known is None or stale or (self._store.keeps_ram and self._store.tier_of(name) == "ssd"):
+        worse = known is not None and not (stale or as_read or self._as_good(known, exact, cuts))
+        if known is None or stale or (not worse and self._lacks_ram(name)):
             saved = self._store.save_block(
                 name,
                 extract(self._who.layout, run.caches, start, stop),
@@ -422,7 +426,7 @@ class BlockAwarePrefixCache:
                 tokens=self._packed(run, index),
                 start=start,
                 exact_tokens=exact,
-                cuts=tuple(sorted(cut - start for cut in run.chain.cuts if start < cut <= stop)),
+                cuts=cuts,
                 numerics=self._who.numerics,
                 group=run.request_id,
                 replace=stale,
@@ -430,9 +434,23 @@ class BlockAwarePrefixCache:
             if not saved:
                 return
         self._hold(run.request_id, name)
-        for group, first, tokens in run.chain.stages.of(index, stop):
+        for group, first, tokens in beside if not worse else ():
             self._save_companion(run, name, window_name(name, group), first, partial(_given, tokens))
         self._drop_covered(run, name, self._packed(run, index))
+
+    def _as_good(self, known: BlockMeta, exact: int, cuts: tuple[int, ...]) -> bool:
+        """Whether what is known of a stored block is true of this state as well: the store keeps the one for the other.
+
+        Of whole cells all is, in the exact modes: they have the same bits wherever a prefill ended.
+        """
+        if known.numerics != self._who.numerics:
+            return False
+        resumable = known.exact_tokens <= exact and set(known.cuts) <= set(cuts)
+        return self.exact == "off" or exact == known.token_count or resumable
+
+    def _lacks_ram(self, name: bytes) -> bool:
+        """Whether a stored block should be put back into RAM."""
+        return self._store.keeps_ram and self._store.tier_of(name) == "ssd"
 
     def _save_companion(
         self, run: "_Run", block: bytes, name: bytes, start: int, data: Callable[[], BlockBuffer]
@@ -442,7 +460,7 @@ class BlockAwarePrefixCache:
             return  # it fitted no tier
         known = self._store.get_meta(name)
         worse = known is not None and (known.start > start or not self._search.usable(known))
-        if known is None or worse or (self._store.keeps_ram and self._store.tier_of(name) == "ssd"):
+        if known is None or worse or (known.start == start and self._lacks_ram(name)):
             saved = self._store.save_block(
                 name, data(), 0, parent=companions_of(block), start=start, numerics=self._who.numerics,
                 group=run.request_id, replace=worse,
@@ -493,17 +511,25 @@ class BlockAwarePrefixCache:
             self._store.unpin(name)
 
     def release(self, request_id: str) -> None:
-        """Unpins the request's blocks and marks them used, heads most recently.
-
-        A chain is only as useful as its head, so heads are the last to be evicted.
-        """
+        """Unpins the request's blocks and marks them used, heads most recently."""
         chain = self._chains.pop(request_id, None)
         table = self._paged.hashes(request_id)
         self._store.unpin_all(self._paged.release(request_id))
         if chain is not None:
-            in_chain = set(chain.hashes)
-            self._store.touch([name for name in table if name not in in_chain])
-            self._store.touch(chain.hashes[::-1])
+            self._store.touch(self._tails_first(chain, table))
+        self._slabs.settle()
+
+    def _tails_first(self, chain: _Chain, table: Sequence[bytes]) -> list[bytes]:
+        """The request's blocks in the order in which they may be evicted, a block's companions just before it.
+
+        A chain is only as useful as its head, and of no use behind the last place that has its companions.
+        """
+        held, order = dict.fromkeys(table), list[bytes]()
+        for block in reversed(chain.hashes):
+            order += [name for name in companion_names(self._who.layout, block) if name in held]
+            order.append(block)
+        ordered = set(order)
+        return [name for name in held if name not in ordered] + order
 
     def conversation(self, prompt: Sequence[int], salt: str = "") -> Conversation:
         """What is stored of a conversation; from any thread, reads files."""

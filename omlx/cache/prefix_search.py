@@ -139,9 +139,7 @@ class PrefixSearch:
             blocks = [*full, tail] if tail else full
             if not blocks:
                 return None
-            beside = companions_at_end(
-                self._who.layout, blocks, self._block_size, lambda name: self._meta(walk, name)
-            )
+            beside = companions_at_end(self._who.layout, blocks, self._block_size, lambda name: self._meta(walk, name))
             if beside is not None and not (
                 walk.mode == "on" and self.ends_before_the_answer(blocks, walk.sought.limit)
             ):

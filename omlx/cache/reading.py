@@ -1,7 +1,7 @@
 """Threads that read stored blocks, with an eye on the time that takes."""
 
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import NamedTuple
@@ -10,6 +10,7 @@ from omlx.metrics import RestoreTime
 
 _READERS = 2  # two threads read and check faster than one; more gained nothing on 2 cores
 _TICK_S = 0.05
+_SILENCE_S = 10.0  # a disk that takes longer for a block hangs, whatever computing would take
 
 Worth = Callable[[int], float | None]
 """Seconds that the tokens from a position on would take to be computed; None if that is not known."""
@@ -32,12 +33,30 @@ class _Done(NamedTuple):
     seconds: float
 
 
+class _Left(NamedTuple):
+    """Readers whose restore was given up; so many bytes are what they have been at since `started`."""
+
+    readers: Sequence["Future[None]"]
+    nbytes: int
+    started: float
+
+
 class BlockReaders:
-    """Reads blocks side by side; `speed` has what each tier was measured at."""
+    """Reads blocks side by side."""
 
     def __init__(self) -> None:
-        self.speed = RestoreTime()
+        self._speed = RestoreTime()
         self._pool = self._threads()
+        self._left: list[_Left] = []
+
+    @property
+    def speed(self) -> RestoreTime:
+        """What each tier was measured at. Files are slow for as long as a read of them that was given up goes on:
+        each further one would take two threads and the memory that they write into, perhaps for ever."""
+        self._left = [left for left in self._left if not all(reader.done() for reader in left.readers)]
+        for left in self._left:
+            self._speed.observe("ssd", left.nbytes, time.monotonic() - left.started)
+        return self._speed
 
     @staticmethod
     def _threads() -> ThreadPoolExecutor:
@@ -49,28 +68,46 @@ class BlockReaders:
         With `worth` it raises RestoreTooSlow as soon as what is left is going to take longer than computing it.
         """
         started = time.monotonic()
-        reads = [self._pool.submit(_timed, block.read) for block in blocks]
-        while wait(reads, None if worth is None else _TICK_S).not_done:
-            if worth is not None and self._too_slow(blocks, reads, worth, time.monotonic() - started):
+        done: list[_Done | None] = [None] * len(blocks)
+        waiting = iter(range(len(blocks)))
+
+        def reader() -> None:
+            for index in waiting:
+                done[index] = _timed(blocks[index].read)
+
+        # A task a thread, not one a block: handing over a task costs as much as a tenth of a small block.
+        readers = [self._pool.submit(reader) for _ in range(_READERS)]
+        while wait(readers, None if worth is None else _TICK_S).not_done:
+            if worth is not None and self._too_slow(blocks, done, worth, time.monotonic() - started):
+                deque(waiting, maxlen=0)  # nobody begins another one
                 self._leave_behind()
+                left = [block.nbytes for block, read in zip(blocks, done, strict=True) if read is None]
+                self._left.append(_Left(readers, sum(left[:_READERS]), started))
                 raise RestoreTooSlow
-        done = [read.result() for read in reads]
-        self._observe(blocks, done, time.monotonic() - started)
-        return [read.tier for read in done]
+        for ended in readers:
+            ended.result()
+        reads = [read for read in done if read is not None]
+        self._observe(blocks, reads, time.monotonic() - started)
+        return [read.tier for read in reads]
 
     def _too_slow(
-        self, blocks: Sequence[BlockRead], reads: Sequence["Future[_Done]"], worth: Worth, seconds: float
+        self, blocks: Sequence[BlockRead], done: Sequence[_Done | None], worth: Worth, seconds: float
     ) -> bool:
         """Projects the time of files from those read so far; what the threads are at counts as read."""
-        left = [block for block, read in zip(blocks, reads, strict=True) if not read.done()]
+        left = [block for block, read in zip(blocks, done, strict=True) if read is None]
         if seconds < RestoreTime.LONG_S or not left:
             return False
-        done = [(block.nbytes, read.result().tier) for block, read in zip(blocks, reads, strict=True) if read.done()]
-        nbytes = sum(size for size, tier in done if tier != "ram") + sum(block.nbytes for block in left[:_READERS])
+        read_so_far = [(block.nbytes, read) for block, read in zip(blocks, done, strict=True) if read is not None]
+        nbytes = sum(size for size, read in read_so_far if read.tier != "ram")
+        nbytes += sum(block.nbytes for block in left[:_READERS])
         compute_s = worth(left[0].start)
-        if compute_s is None or seconds * sum(block.nbytes for block in left) <= compute_s * nbytes:
+        if compute_s is None:
+            slow = seconds > _SILENCE_S * (1 + len(read_so_far))
+        else:
+            slow = seconds * sum(block.nbytes for block in left) > compute_s * nbytes
+        if not slow:
             return False
-        self.speed.observe("ssd", nbytes, seconds)
+        self._speed.observe("ssd", nbytes, seconds)
         return True
 
     def _leave_behind(self) -> None:
@@ -88,7 +125,7 @@ class BlockReaders:
                 spent[read.tier] += read.seconds
         whole = sum(spent.values()) or 1.0
         for tier in nbytes:
-            self.speed.observe(tier, nbytes[tier], seconds * spent[tier] / whole)
+            self._speed.observe(tier, nbytes[tier], seconds * spent[tier] / whole)
 
     def later(self, calls: Sequence[Callable[[], object]]) -> None:
         """Makes these calls when the threads have nothing else to do."""

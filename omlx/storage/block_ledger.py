@@ -245,12 +245,17 @@ class BlockLedger:
         if not nbytes:
             excess -= sum(self._stuck.values())
         victims: dict[Key, Entry] = {}
+        held: list[Key] = []
         for entry in self._eviction if excess > 0 else ():
-            if entry.key not in self._pins and entry.key not in self._stuck and entry.key not in victims:
+            if entry.key in self._pins:
+                held.append(entry.key)
+            elif entry.key not in self._stuck and entry.key not in victims:
                 victims[entry.key] = entry
                 excess -= entry.meta.file_size
                 if excess <= 0:
                     break
+        for key in held:  # in use now; and out of the way of the next that looks for the oldest
+            self._table.touch(key)
         if excess > 0 and nbytes:
             return False
         for entry in victims.values():
@@ -479,6 +484,7 @@ class BlockLedger:
         """The blocks of a folder that was just opened; of what was known before, only queued ones stay."""
         with self._lock:
             self._index_bytes = index_bytes
+            self._stuck.clear()  # it may be another folder; what still cannot be removed comes back
             self._table.load(packed)
             self._eviction.refresh()
 

@@ -300,7 +300,10 @@ class BlockTable:
     # ---- changes
 
     def add(self, entry: Entry) -> None:
-        """Takes the entry in as the most recently used, in place of an older one."""
+        """Takes the entry in as the most recently used, in place of an older one.
+
+        Raises ValueError, and has no such entry, if a number or the parent does not fit its column.
+        """
         self._serial += 1
         entry.serial = self._serial
         self._insert(entry)
@@ -308,9 +311,13 @@ class BlockTable:
     def _insert(self, entry: Entry) -> None:
         self.remove(entry.key)
         slot = self._new_slot()
+        try:
+            self._write(slot, entry)
+        except BaseException:
+            self._free.append(slot)
+            raise
         self._serials[slot] = entry.serial
         self._seen[slot] = True
-        self._write(slot, entry)
         if entry.pending is not None:
             self._pending[slot] = entry.pending
         self._last_used = max(self._last_used, entry.used)
@@ -507,7 +514,11 @@ def _cuts_text(meta: BlockMeta) -> str:
 def pack_rows(rows: Iterable[Row]) -> Packed:
     """Rows of SQLite as columns, in order of use. Raises ValueError for rows that a table cannot have written."""
     table = BlockTable()
-    for row in sorted(rows, key=itemgetter(9)):
+    try:
+        ordered = sorted(rows, key=itemgetter(9))
+    except TypeError as exc:
+        raise ValueError("a row is damaged") from exc
+    for row in ordered:
         table.add(entry_of(row))
     packed = table.pack()
     packed.check()

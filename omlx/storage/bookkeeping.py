@@ -83,10 +83,16 @@ class RecentTokens:
     def put(self, serial: int, tokens: bytes) -> None:
         """Keeps them as the most recent ones."""
         with self._lock:
-            self._bytes += len(tokens) - len(self._tokens.pop(serial, b""))
+            old = self._tokens.pop(serial, None)
+            self._bytes += self._held(tokens) - (0 if old is None else self._held(old))
             self._tokens[serial] = tokens
             while self._bytes > self._MOST_BYTES:
-                self._bytes -= len(self._tokens.popitem(last=False)[1])
+                self._bytes -= self._held(self._tokens.popitem(last=False)[1])
+
+    @staticmethod
+    def _held(tokens: bytes) -> int:
+        """Companions have no tokens, and take up room all the same."""
+        return len(tokens) + 200
 
 
 class Gone(NamedTuple):

@@ -82,9 +82,7 @@ class IndexFile:
         return db
 
     def _say_damaged(self, error: Exception) -> None:
-        log.warning(
-            "the cache index %s is damaged (%s): it is built again from the blocks' headers", self.path, error
-        )
+        log.warning("the cache index %s is damaged (%s): it is built again from the blocks' headers", self.path, error)
 
     def load(self) -> Packed:
         """All that the last process told, in order of use. Fast if it closed; to be called once, after opening.

@@ -10,10 +10,11 @@ import logging
 import math
 import os
 import sqlite3
+import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -43,6 +44,7 @@ T = TypeVar("T")
 DEFAULT_QUEUE_BYTES = 256 << 20
 
 _COMMIT_ROWS = 64  # small transactions keep SQLite's journal small
+_HEADS_S = 0.25  # for heads of files whose tokens are looked for at once
 _OPEN_WAIT_S = 2.0  # a start waits this long for the index to be complete, then goes on without
 _RETRY_S = (0.5, 30.0)  # after a failure: first wait, longest wait
 _PORTION, _PORTION_EVERY_S = 1000, 0.1  # expired blocks that are removed at once
@@ -125,16 +127,35 @@ class DiskStore:
                 # It was evicted or written again meanwhile: look once more.
         return None
 
-    def children(self, folder: str, parent: bytes, **most: int) -> list[BlockMeta]:
-        """The blocks that follow a block, the last one added first, with their tokens; may read heads of files."""
-        found = ((entry, self.tokens(entry)) for entry in self.blocks.children(folder, parent, **most))
-        return [entry.meta._replace(tokens=tokens) for entry, tokens in found if tokens is not None]
+    def children(self, folder: str, parent: bytes) -> list[BlockMeta]:
+        """The blocks that follow a block, the last one added first, with their tokens; may read heads of files.
+
+        Of very many the latest, and on a slow disk as many as can be read in a quarter of a second or were before.
+        """
+        return self._with_tokens(self.blocks.children(folder, parent), _HEADS_S)
+
+    def all_children(self, folder: str, parent: bytes) -> list[BlockMeta]:
+        """All of them, however long that takes."""
+        return self._with_tokens(self.blocks.children(folder, parent, sys.maxsize), math.inf)
+
+    def _with_tokens(self, entries: Sequence[Entry], seconds: float) -> list[BlockMeta]:
+        until = time.monotonic() + seconds
+        found = []
+        for entry in entries:
+            tokens = self._known_tokens(entry)
+            if tokens is None and time.monotonic() < until:
+                tokens = self.tokens(entry)
+            if tokens is not None:
+                found.append(entry.meta._replace(tokens=tokens))
+        return found
+
+    def _known_tokens(self, entry: Entry) -> bytes | None:
+        """A block's token ids, as far as memory has them."""
+        return self._tokens.get(entry.serial) if entry.meta.tokens is None else entry.meta.tokens
 
     def tokens(self, entry: Entry) -> bytes | None:
         """A block's token ids, from memory or the head of its file; None if that cannot be read."""
-        tokens = entry.meta.tokens
-        if tokens is None:
-            tokens = self._tokens.get(entry.serial)
+        tokens = self._known_tokens(entry)
         if tokens is None:
             found = self.fetch(entry.key, lambda path, meta: _matching(read_meta(path), meta))
             meta = found.meta if isinstance(found, WholeBlock) else found
@@ -306,11 +327,11 @@ class DiskStore:
             raise
         if self._lock_file is not None:
             self._disconnect(clean=False)
-        self._lock_file, self._index, self._index_mark = lock, index, file_mark(path)
         self.index_damaged += index.damaged
-        self.blocks.load(packed, index.nbytes())
+        self.blocks.load(packed, index.nbytes())  # before it counts as connected: blocks of a lost folder are no damage
         if not as_left:
             self.blocks.mark_all_changed()
+        self._lock_file, self._index, self._index_mark = lock, index, file_mark(path)
         self._measure()
         self._expiry.look_again()
         self._expire()

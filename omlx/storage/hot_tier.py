@@ -31,9 +31,9 @@ class HotTier:
 
     Room is made from the oldest group (a request) on, within a group from its last block back: a
     shared head outlives the tails that build on it. A block that a later request used is in that one's
-    group. Never evicted: pinned blocks, and parents of blocks that were put with `keep_parent`. Blocks
-    without a file (`BlockBuffer.unsaved`) are handed to `save` when it is their turn; if that cannot take
-    them now, they go only when nothing else is left.
+    group, and a group counts as new while all of it is pinned. Never evicted: pinned blocks, and parents of
+    blocks that were put with `keep_parent`. Blocks without a file (`BlockBuffer.unsaved`) are handed to `save`
+    when it is their turn; if that cannot take them now, they go only when nothing else is left.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -68,6 +68,8 @@ class HotTier:
         `save` is called when the block has to leave while it is `unsaved`. `spare_unsaved`: the block is not worth
         one that only RAM has.
         """
+        if not self.max_bytes:
+            return False  # not even a block of no bytes, of which a model with recurrent states only has thousands
         with self._lock:
             old = self._held.get(key)
             need = self.bytes + block.nbytes - self.max_bytes - (old.block.nbytes if old else 0)
@@ -252,24 +254,37 @@ class HotTier:
         None if there are not enough (and it must be all).
         """
         chosen: dict[Key, None] = {}
+        in_use: dict[Hashable, None] = {}
         for may_leave in tests:
             for key in self._in_order(name) if need > 0 else ():
                 held = self._held[key]
+                if key in self._pins:
+                    in_use[held.group] = None
+                    continue
                 if key in chosen or key in keep or not self._free(key, chosen) or not may_leave(held):
                     continue
                 chosen[key] = None
                 need -= held.block.nbytes
                 if need <= 0:
                     break
+        self._pass_over(in_use)
         return list(chosen) if need <= 0 or not all_or_nothing else None
+
+    def _pass_over(self, groups: Iterable[Hashable]) -> None:
+        """Makes those the newest that are pinned as a whole: who looks for the oldest need not go through them again.
+
+        They are of running requests, which make them the newest when they end.
+        """
+        for group in groups:
+            if all(key in self._pins for key in self._groups[group]):
+                self._groups.move_to_end(group)
 
     def _in_order(self, name: str | None) -> Iterator[Key]:
         for group in self._groups.values():
             yield from (key for key in reversed(group) if name is None or key[0] == name)
 
     def _free(self, key: Key, chosen: dict[Key, None]) -> bool:
-        if key in self._pins:
-            return False
+        """Whether nothing that stays needs the block."""
         children = ((key[0], child) for child in self._children.of(key))
         return all(child in chosen or not self._held[child].keep_parent for child in children)
 

@@ -85,10 +85,11 @@ def short_key(name: bytes) -> int:
 
 
 class Chains:
-    """Slots by number, as a hash table with chains: two integers and a number a slot, and nothing else.
+    """Slots by number, as a hash table with chains: three integers and a number a slot, and nothing else.
 
     Walk a chain with `slot = chains.first(key)`, then `slot = chains.next[slot]` until 0, and compare
     `chains.keys[slot]` with the key: other keys may share the chain. The slot that was added last comes first.
+    Chains may be long (all that follows one block has one key), so they are linked both ways.
     """
 
     def __init__(self, size: int) -> None:
@@ -98,12 +99,13 @@ class Chains:
         heads = 1 << max(4, int(1.5 * size).bit_length())
         self.mask = heads - 1
         self._heads_array = np.zeros(heads, np.int32)
-        self._next_array, self._keys_array = np.zeros(size + 1, np.int32), np.zeros(size + 1, np.uint64)
+        self._next_array, self._before_array = np.zeros(size + 1, np.int32), np.zeros(size + 1, np.int32)
+        self._keys_array = np.zeros(size + 1, np.uint64)
         self._take_views()
 
     def _take_views(self) -> None:
         self.heads, self.next = memoryview(self._heads_array), memoryview(self._next_array)
-        self.keys = memoryview(self._keys_array)
+        self.keys, self._before = memoryview(self._keys_array), memoryview(self._before_array)
 
     def load(self, keys: Array, size: int) -> None:
         """Starts over with the slots from 1 on, one for each of `keys`, and room for slots up to `size`."""
@@ -122,6 +124,7 @@ class Chains:
         self._heads_array[chain[leads]] = slots[leads]
         follows = np.flatnonzero(~leads)
         self._next_array[slots[follows - 1]] = slots[follows]
+        self._before_array[slots[follows]] = slots[follows - 1]
 
     def grow(self, size: int, slots: Array) -> None:
         """Makes room for slots up to `size`; `slots` are those in use, in any order."""
@@ -134,19 +137,18 @@ class Chains:
         return self.heads[key & self.mask]
 
     def add(self, key: int, slot: int) -> None:
+        after = self.heads[key & self.mask]
         self.keys[slot] = key
-        self.next[slot] = self.heads[key & self.mask]
-        self.heads[key & self.mask] = slot
+        self.next[slot], self._before[slot] = after, 0
+        self._before[after] = self.heads[key & self.mask] = slot
 
     def remove(self, slot: int) -> None:
-        head = self.keys[slot] & self.mask
-        at = self.heads[head]
-        if at == slot:
-            self.heads[head] = self.next[slot]
-            return
-        while self.next[at] != slot:
-            at = self.next[at]
-        self.next[at] = self.next[slot]
+        before, after = self._before[slot], self.next[slot]
+        if before:
+            self.next[before] = after
+        else:
+            self.heads[self.keys[slot] & self.mask] = after
+        self._before[after] = before
 
     def find(self, keys: Array, accept: Callable[[Array, Array], Array]) -> Array:
         """Slots for many keys at once, 0 where there is none. `accept(slots, which)` says which of them are those

@@ -8,7 +8,7 @@ import xxhash
 
 from omlx.storage.block_table import Packed
 from omlx.storage.packed import COLUMNS, RECORD_BYTES
-from omlx.storage.tensor_file import replace_file, temporary_path
+from omlx.storage.tensor_file import opened, replace_file, temporary_path
 
 _MAGIC = b"omlxidx1"
 _HEAD = len(_MAGIC) + 8
@@ -47,7 +47,7 @@ def write_snapshot(path: Path, packed: Packed) -> bytes:
 def read_snapshot(path: Path, checksum: bytes) -> Packed:
     """What was written under this checksum. Raises ValueError if the file holds anything else, OSError."""
     found = xxhash.xxh3_128()
-    with path.open("rb", buffering=0) as file:
+    with opened(path) as fd, open(fd, "rb", buffering=0, closefd=False) as file:
 
         def take(view: memoryview) -> memoryview:
             if file.readinto(view) != view.nbytes:
@@ -68,7 +68,6 @@ def read_snapshot(path: Path, checksum: bytes) -> Packed:
             raise ValueError("its checksum is wrong")
     packed.check()
     return packed
-
 
 
 def _prepare(texts: dict[str, Any], file_size: int) -> Packed:

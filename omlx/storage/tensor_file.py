@@ -103,6 +103,26 @@ def _dump(value: object) -> str:
 
 
 _idle = IdleMemory(_IDLE_BLOCKS)
+Payload = npt.NDArray[np.uint8]
+
+
+class _Memory:
+    """What a block's bytes lie in; used for another block once nobody has them any more.
+
+    An object of its own, and without weak references: Python runs a `__del__` before it clears an object's weak
+    references, so a block could come back to life while its memory is given away.
+    """
+
+    __slots__ = ("data",)
+
+    def __init__(self, data: Payload) -> None:
+        self.data = data
+
+    # By default arguments: when the interpreter ends, a module's names are gone before its objects.
+    def __del__(self, idle: IdleMemory = _idle, references: Callable[[object], int] = sys.getrefcount) -> None:
+        # Not a view of somebody's memory, and no view of ours: a reader's, the writer's.
+        if self.data.nbytes and self.data.base is None and references(self.data) == _ALONE:
+            idle.give(self.data)
 
 
 class BlockBuffer:
@@ -113,20 +133,18 @@ class BlockBuffer:
     nobody has any more is used for another one, unless there is a view of it somewhere.
     """
 
-    __slots__ = ("__weakref__", "data", "specs", "unsaved")
+    __slots__ = ("__weakref__", "_memory", "specs", "unsaved")
 
-    def __init__(self, specs: Specs, data: npt.NDArray[np.uint8]) -> None:
-        self.specs = specs
-        self.data = data
-        self.unsaved = False
+    def __init__(self, specs: Specs, data: Payload) -> None:
         if data.dtype != np.uint8 or data.ndim != 1 or data.nbytes != layout(specs).nbytes:
             raise ValueError(f"{layout(specs).nbytes} bytes are needed, not {data.dtype} of shape {data.shape}")
+        self.specs = specs
+        self._memory = _Memory(data)
+        self.unsaved = False
 
-    # By default arguments: when the interpreter ends, a module's names are gone before its objects.
-    def __del__(self, idle: IdleMemory = _idle, references: Callable[[object], int] = sys.getrefcount) -> None:
-        # Not a view of somebody's memory, and no view of ours: a reader's, the writer's.
-        if self.data.base is None and references(self.data) == _ALONE:
-            idle.give(self.data)
+    @property
+    def data(self) -> Payload:
+        return self._memory.data
 
     def tensors(self) -> list[npt.NDArray[Any]]:
         """`tensor` of all, which is much faster than one by one."""
@@ -152,8 +170,8 @@ class BlockBuffer:
         return self.data[start:stop].view(DTYPES[spec.dtype]).reshape(spec.shape)
 
 
-_nobodys = BlockBuffer((), np.empty(0, np.uint8))
-_ALONE = sys.getrefcount(_nobodys.data)  # where only the block itself has its memory
+_nobodys = _Memory(np.empty(0, np.uint8))
+_ALONE = sys.getrefcount(_nobodys.data)  # where nothing else has it
 
 
 class BlockMeta(NamedTuple):
@@ -351,8 +369,7 @@ def _read_checked(fd: int, specs: Specs, meta: BlockMeta, pieces: Sequence[memor
     found = os.pread(fd, offset, 0)
     checksum = xxhash.xxh3_128(_checked_header(found, specs, meta))
     for batch in _batches(pieces, nbytes):
-        fill(fd, batch, offset)
-        offset += sum(map(len, batch))
+        offset += fill(fd, batch, offset)
         for piece in batch:
             checksum.update(piece)
     if checksum.hexdigest().encode() != found[_SUM]:
@@ -383,21 +400,28 @@ def _batches(pieces: Sequence[memoryview], nbytes: int) -> Iterator[Sequence[mem
 
     By number, not by size: the pieces of a block are alike, and there are hundreds.
     """
-    if not all(0 < len(piece) <= _STRIDE for piece in pieces):
+    if nbytes and not 0 < min(map(len, pieces)) <= max(map(len, pieces)) <= _STRIDE:
         pieces = [piece[at : at + _STRIDE] for piece in pieces for at in range(0, len(piece), _STRIDE)]
     count = min(_IOV_MAX, max(1, _STRIDE * len(pieces) // max(1, nbytes)))
     for first in range(0, len(pieces), count):
         yield pieces[first : first + count]
 
 
-def fill(fd: int, views: Sequence[memoryview], offset: int) -> None:
-    """Reads into at most 1024 `views` from `offset` on. Raises DamagedBlock if the file ends before they are full."""
-    while views:
+def fill(fd: int, views: Sequence[memoryview], offset: int) -> int:
+    """Reads into at most 1024 `views` (bytes) from `offset` on; returns how many bytes they hold.
+
+    Raises DamagedBlock if the file ends before they are full.
+    """
+    nbytes = left = sum(map(len, views))
+    while left:
         got = os.preadv(fd, views, offset)
         if not got:
             raise DamagedBlock("it ends early")
         offset += got
-        views = _behind(views, got)
+        left -= got
+        if left:
+            views = _behind(views, got)
+    return nbytes
 
 
 def _read_raw_header(fd: int) -> bytes:

@@ -261,3 +261,23 @@ def test_windows_smaller_than_a_block_lose_no_place_in_the_exact_modes(exact):
     prefix.store("r", text[:40], caches, exact_upto=40, prefill_end=40)
     prefix.release("r")
     assert [check(made, mix, text[: 8 * k] + [99, 98]) for k in range(1, 6)] == [8, 16, 24, 32, 40]
+
+
+class Full(DictStore):
+    """Has no room for anything."""
+
+    def save_block(self, *args, **kinds):
+        return False
+
+
+def test_windows_of_blocks_that_fit_no_tier_are_not_kept():
+    made = bench([RING])
+    full = BlockAwarePrefixCache(
+        PagedCacheManager(B, 1), Full(), block_size=B, identity=CacheIdentity(b"f", made.layout, "n")
+    )
+    full.match("r", list(range(100)))
+    caches = [build(RING)]
+    for at in range(0, 96, 8):
+        feed(caches, at, at + 8)
+        full.store("r", list(range(at + 8)), caches, exact_upto=0)
+    assert not full._chains["r"].stages._stages

@@ -196,9 +196,9 @@ async def test_a_process_over_its_memory_limit_pauses_all_but_the_oldest(tiny_mo
         while any(asked.stats.generated_tokens < 5 for asked in long):
             await asyncio.sleep(0.01)
         pool.memory._interval_s, pool.memory._process_memory = 0.02, lambda: 2**41
-        while engine.scheduler.running_requests > 1:
+        while engine.scheduler.waiting_requests < 2:
             await asyncio.sleep(0.01)
-        assert long[0].state is RequestState.DECODING and engine.scheduler.waiting_requests == 2
+        assert long[0].state is RequestState.DECODING and engine.scheduler.running_requests == 1
         pool.memory._process_memory = lambda: 0
         assert [len(answer) for answer in await asyncio.gather(*tasks)] == [400] * 3
 

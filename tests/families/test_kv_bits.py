@@ -83,9 +83,10 @@ def test_quantised_blocks_are_never_mixed_with_others(tmp_path: Path) -> None:
         request = (bench := Bench(runner, store)).ask(text)
         assert request.stats.cached_tokens == len(text) - 1
         assert bench.answer(request) == first[bits]
-    assert "other KV settings" in Bench(zoo.runner("llama", 8, wide=True), store, block_size=32).prefix.probe(
-        text
-    ).first_miss.reason  # type: ignore[union-attr]
+    assert (
+        "other KV settings"
+        in Bench(zoo.runner("llama", 8, wide=True), store, block_size=32).prefix.probe(text).first_miss.reason
+    )  # type: ignore[union-attr]
     store.close(5)
 
 

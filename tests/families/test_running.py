@@ -9,6 +9,7 @@ import pytest
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 from mlx_lm.sample_utils import greedy_sampler
 
+from omlx.admission import StoredPrefixes
 from omlx.cache import layer_state
 from omlx.cache.layer_state import Uncacheable
 from omlx.model.decode_batch import DecodeBatch, DecodeFailure, DecodeRow
@@ -237,3 +238,38 @@ def test_a_probe_says_that_a_state_is_missing() -> None:
     assert probe.cached_tokens == B and probe.first_miss is not None
     reason = f"stored up to token {B + 7}, but windows or recurrent states to go on from only at token {B}"
     assert probe.first_miss == (B, reason)
+
+
+@pytest.mark.parametrize("repeats", [0, 1])
+def test_a_repeat_from_files_leaves_windows_smaller_than_a_block_whole(tmp_path: Path, repeats: int) -> None:
+    """The ring of the repeat has less of the block than the file."""
+    store = open_store(tmp_path)
+    bench = Bench(runner("gemma3_text"), store, block_size=64)
+    text = prompt(100)
+    talk = text + bench.tokens(bench.ask(text, max_tokens=60, ignore_eos=True))
+    assert store.flush(10)
+    store.evict_from_ram(1 << 30)
+    for _ in range(repeats):
+        assert bench.ask(text, max_tokens=60, ignore_eos=True).stats.cached_tokens == 99
+    misses = store.stats().misses
+    assert bench.ask([*talk[:98], 5, 6]).stats.cached_tokens == 96
+    assert store.stats().misses == misses and store.check() == []
+    store.close(10)
+
+
+def test_windows_that_are_computed_because_that_is_faster_are_in_ram_afterwards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(tmp_path)
+    bench = Bench(runner("gemma3_text"), store, exact="off")
+    text = prompt(100)
+    bench.ask(text)
+    assert store.flush(10)
+    store.evict_from_ram(1 << 30)
+    monkeypatch.setattr(StoredPrefixes, "_worth_loading", lambda self, match, end: self._cache.shorten(match, 0))
+    assert bench.ask(text).stats.cached_tokens == 0
+    monkeypatch.undo()
+    again = bench.ask([*text[:90], 1, 2]).stats
+    assert (again.cached_ram_tokens, again.cached_ssd_tokens) == (90, 0)
+    assert store.stats().hits_ssd == 0
+    store.close(10)

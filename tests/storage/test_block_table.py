@@ -38,6 +38,18 @@ def test_the_table_keeps_the_order_of_use_and_the_sums():
     assert used == sorted(set(used))
 
 
+@pytest.mark.parametrize("fields", [{"parent": bytes(65)}, {"start": -1}, {"token_count": 1 << 32}])
+def test_what_does_not_fit_a_column_is_refused_and_leaves_nothing(fields):
+    table = BlockTable()
+    table.add(entry(0))
+    with pytest.raises(ValueError, match="memoryview"):
+        table.add(Entry("m", meta(1)._replace(**fields)))
+    assert table.check() == [] and not table.known(("m", name(1)))
+    table.add(entry(2))
+    table.sort()
+    assert len(table) == 2 and table.check() == []
+
+
 def test_an_entry_is_in_force_until_it_is_replaced_or_removed():
     table = BlockTable()
     first, second = entry(1), entry(1)
@@ -250,3 +262,37 @@ def test_sqlite_gives_the_types_that_rows_have():
     row = next(iter(other_table(3).rows().values()))
     assert entry_of(db.execute(f"SELECT {','.join('?' * len(row))}", row).fetchone()).meta == without_tokens(meta(3))
     db.close()
+
+
+class _Counted:
+    """A column that counts how often it is read."""
+
+    def __init__(self, column):
+        self.column, self.reads = column, 0
+
+    def __getitem__(self, slot):
+        self.reads += 1
+        return self.column[slot]
+
+    def __setitem__(self, slot, value):
+        self.column[slot] = value
+
+
+@pytest.mark.parametrize("grown", [False, True])
+def test_a_block_is_taken_out_as_fast_with_a_thousand_siblings_as_with_one(grown):
+    chains = Chains(2000)
+    for slot in range(1, 1001):
+        chains.add(7, slot)
+    if grown:
+        chains.grow(5000, np.arange(1, 1001, dtype=np.int32))
+    chains.next = counted = _Counted(chains.next)
+    for slot in (1, 500, 1000, 499, 2):  # the last, one between, the first
+        chains.remove(slot)
+    assert counted.reads < 20
+    assert list(chains.slots(7)) == [s for s in range(999, 2, -1) if s not in (499, 500)]
+
+
+def test_rows_that_cannot_be_put_in_order_are_damaged():
+    rows = list(other_table(1, 2).rows().values())
+    with pytest.raises(ValueError, match="damaged"):
+        pack_rows([rows[0], (*rows[1][:9], b"\1", rows[1][10])])

@@ -1,4 +1,4 @@
-from omlx.storage.bookkeeping import GoneBlocks
+from omlx.storage.bookkeeping import GoneBlocks, RecentTokens
 from omlx.storage.tensor_file import BlockMeta
 
 
@@ -23,3 +23,14 @@ def test_the_record_is_bounded_and_forgets_the_oldest():
         gone.add("m", meta(n), "evicted")
     found = gone.after("m", b"p")
     assert len(found) == 4096 and found[0].meta == meta(5000 - 4096)
+
+
+def test_blocks_with_few_token_ids_or_none_are_not_remembered_for_ever(monkeypatch):
+    monkeypatch.setattr(RecentTokens, "_MOST_BYTES", 10_000)
+    recent = RecentTokens()
+    for serial in range(1000):
+        recent.put(serial, b"")
+    assert sum(recent.get(serial) is not None for serial in range(1000)) < 100
+    recent.put(5, bytes(4))
+    recent.put(5, bytes(8))
+    assert recent.get(5) == bytes(8) and recent.get(999) == b""

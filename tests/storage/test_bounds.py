@@ -226,6 +226,21 @@ def test_an_entry_larger_than_the_limit_is_declined_in_one_line_and_evicts_nothi
     features.close()
 
 
+@pytest.mark.parametrize(("disk", "left"), [(10 << 30, (10 << 30) // 20), (1 << 40, 2 << 30)])
+def test_without_a_wish_5_percent_of_the_disk_or_2_gb_are_left_free(opened, disk, left):
+    assert opened(free_reserve_bytes=None)._disk.blocks.set_space(disk, 3 << 30) == (3 << 30) - left
+
+
+@pytest.mark.parametrize("policy", ["through", "back"])
+def test_blocks_that_only_ram_can_hold_are_said_once(opened, caplog, policy):
+    caplog.set_level(logging.WARNING)
+    store = opened(hot=MB, limit=SIZE // 2, write_policy=policy)
+    for n in range(5):
+        assert save(store, n) and read(store, n) == "ram"
+    assert store.flush(5) and store.stats().files_written == store.stats().declined == 0
+    assert ["RAM only" in line for line in warnings_in(caplog)] == [True]
+
+
 # ---- RAM
 
 

@@ -1,3 +1,4 @@
+import os
 import sqlite3
 
 import pytest
@@ -95,6 +96,18 @@ def test_a_snapshot_that_is_not_the_last_ones_is_not_used(tmp_path, how):
     file = IndexFile(tmp_path / "index")
     assert file.clean and rows_of(file.load()) == table.rows()
     file.close(None)
+
+
+def test_a_pipe_in_the_snapshots_place_does_not_hold_up_the_start(tmp_path):
+    table, file = other_table(range(10)), IndexFile(tmp_path / "index")
+    tell_all(table, file)
+    file.close(table.pack())
+    snapshot = snapshot_path(tmp_path / "index")
+    snapshot.unlink()
+    os.mkfifo(snapshot)
+    again = IndexFile(tmp_path / "index")
+    assert again.clean and rows_of(again.load()) == table.rows() and not snapshot.exists()
+    again.close(None)
 
 
 def test_a_failed_transaction_changes_nothing_and_can_be_repeated(tmp_path):

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from omlx.storage.block_table import BlockTable
 from omlx.storage.disk_store import DiskStore
 from omlx.storage.folder import INDEX_NAME, block_path
 from omlx.storage.open_stores import open_store, release_store
@@ -172,3 +173,23 @@ def test_an_eviction_does_not_look_through_all_blocks(opened: Opener, monkeypatc
         make_room_for_one(store)
         assert len(looked) <= 2
     assert held(store) == {27}
+
+
+def test_blocks_in_use_are_not_gone_through_for_every_block_that_goes(
+    opened: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = opened()
+    for n in range(30):
+        put(store, n, "")
+    keys = [("m", name(n)) for n in range(20)]
+    store.blocks.pin(*keys)
+    make_room_for_one(store)
+    seen, entry = [], BlockTable._entry
+    monkeypatch.setattr(BlockTable, "_entry", lambda table, slot: seen.append(slot) or entry(table, slot))
+    make_room_for_one(store)
+    assert len(seen) < 5
+    monkeypatch.undo()
+    assert held(store) == set(range(30)) - {20, 21}
+    store.blocks.unpin(*keys)
+    leave(store, 20)
+    assert held(store) == set(range(20))  # used last

@@ -3,7 +3,7 @@ import time
 import pytest
 
 from omlx.storage.hot_tier import HotTier
-from omlx.storage.tensor_file import BlockMeta
+from omlx.storage.tensor_file import BlockBuffer, BlockMeta
 from tests.storage.blocks import NBYTES, block, name
 
 
@@ -50,6 +50,18 @@ def test_pinned_blocks_stay_and_a_block_without_room_evicts_nothing():
         hot.unpin(("s", name(1)))
 
 
+def test_blocks_in_use_are_not_gone_through_for_every_block_that_goes(monkeypatch):
+    hot = HotTier(10 * NBYTES)
+    for n in range(10):
+        put(hot, n, "running" if n < 8 else n)
+    hot.pin(*(("s", name(n)) for n in range(8)))
+    put(hot, 10, "c")
+    seen, in_order = [], HotTier._in_order
+    monkeypatch.setattr(HotTier, "_in_order", lambda *args: (seen.append(key) or key for key in in_order(*args)))
+    put(hot, 11, "d")
+    assert len(seen) == 1 and held(hot) == {*range(8), 10, 11} and hot.check() == []
+
+
 def test_the_budget_is_exact_and_too_large_a_block_is_declined():
     hot = HotTier(3 * NBYTES - 1)
     assert put(hot, 0, 0) and put(hot, 1, 1) and put(hot, 2, 2)
@@ -57,6 +69,15 @@ def test_the_budget_is_exact_and_too_large_a_block_is_declined():
     assert not put(HotTier(NBYTES - 1), 0, 0)
     assert put(HotTier(NBYTES), 0, 0)
     assert not put(HotTier(0), 0, 0)
+
+
+def test_no_tier_keeps_nothing_not_even_blocks_without_bytes():
+    """As a model with recurrent states only has them: nothing would ever make them go."""
+    off, hot = HotTier(0), HotTier(NBYTES)
+    for tier, taken in ((off, False), (hot, True)):
+        meta = BlockMeta(name(1), 8)
+        assert tier.put(("s", name(1)), BlockBuffer.empty(()), meta, group=1) is taken
+        assert (tier.get(("s", name(1))) is not None) is taken
 
 
 def test_a_parent_outlives_its_children_where_that_is_asked_for():

@@ -1,11 +1,14 @@
 import itertools
 import sys
 import threading
+import time
+import weakref
 
 import numpy as np
 import pytest
 
 from omlx.cache.paged_ssd_cache import PagedSSDCacheManager
+from omlx.storage import tensor_file
 from omlx.storage.idle_memory import IdleMemory
 from omlx.storage.tensor_file import BlockBuffer, TensorSpec, read_block_file, write_block_file
 from tests.storage.blocks import NBYTES, SPECS, block, name, same
@@ -82,6 +85,26 @@ def test_memory_that_somebody_can_see_is_left_alone(view):
     assert (np.frombuffer(seen.data if isinstance(seen, BlockBuffer) else seen, np.uint8) == 1).all()
 
 
+def test_memory_is_given_back_only_when_no_weak_reference_gives_the_block_any_more(monkeypatch):
+    """A block that waits for its write is held weakly, and another thread may ask for it at any moment."""
+    specs = odd()
+    block = BlockBuffer.empty(specs)
+    weak, seen = weakref.ref(block), []
+    monkeypatch.setattr(IdleMemory, "give", lambda memory, data: seen.append(weak()))
+    del block
+    assert seen == [None]
+
+
+def test_memory_of_no_bytes_does_not_push_out_what_is_of_use():
+    specs = odd()
+    first = BlockBuffer.empty(specs)
+    before = place(first.data)
+    del first
+    for _ in range(9):
+        BlockBuffer.empty(())
+    assert place(BlockBuffer.empty(specs).data) == before
+
+
 def test_memory_that_was_never_the_blocks_is_not_kept():
     specs = odd()
     theirs = np.ones(specs[0].nbytes, np.uint8)
@@ -126,4 +149,45 @@ def test_blocks_that_left_ram_keep_their_bytes_for_readers_and_for_the_writer(tm
     for n in range(40):
         path = store.get_block_path(name(n))
         assert path is not None and same(read_block_file(path, store.get_meta(name(n))), block(n))
+    assert store.close()
+
+
+def test_a_block_that_waits_for_the_writer_never_comes_back_in_memory_that_was_given_away(tmp_path, monkeypatch):
+    held_up, turns = threading.Event(), threading.Semaphore(0)
+
+    def slow(path, block, meta):
+        path.parent.mkdir(exist_ok=True)  # or each is written twice
+        held_up.set()
+        assert turns.acquire(timeout=30)
+        write_block_file(path, block, meta)
+
+    monkeypatch.setattr(PagedSSDCacheManager, "_write_safetensors_no_mx", staticmethod(slow))
+    store = PagedSSDCacheManager(tmp_path, 1 << 30, 2 * NBYTES, max_queue_bytes=1)
+    waiting = store._disk.blocks._waiting
+    give = tensor_file._idle.give
+
+    def dies(memory):
+        """The writer looks at what waits just while block 1 dies."""
+        give(memory)
+        if threading.current_thread() is not threading.main_thread():
+            return  # the writer is done with block 0
+        turns.release()
+        deadline = time.monotonic() + 30
+        while any(key[1] == name(1) for key in waiting) and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    for n in range(3):  # the writer is at 0, nothing else is queued; 1 and 2 are in RAM and wait
+        assert store.save_block(name(n), block(n), 8)
+        assert held_up.wait(30)
+    fourth = block(3)
+    monkeypatch.setattr(tensor_file._idle, "give", dies)
+    store.save_block(name(3), fourth, 8)  # 1 has to leave RAM
+    monkeypatch.setattr(tensor_file._idle, "give", give)
+    others = [BlockBuffer.empty(SPECS) for _ in range(8)]
+    for other in others:
+        other.data[:] = 99
+    turns.release(100)
+    assert store.flush(30)
+    path = store.get_block_path(name(1))
+    assert path is None or same(read_block_file(path, store.get_meta(name(1))), block(1))
     assert store.close()

@@ -1,5 +1,6 @@
 import logging
 import threading
+import time
 
 import pytest
 
@@ -85,6 +86,18 @@ def test_children_have_their_tokens_which_are_read_from_files_once(opened, monke
         assert sorted(m.block_hash for m in found) == sorted(name(n) for n in range(4))
         assert all(m == meta(n, parent=b"head") for m in found for n in range(4) if m.block_hash == name(n))
     assert len(reads) == 4
+
+
+def test_on_a_slow_disk_some_children_are_left_for_the_next_time(opened, monkeypatch):  # noqa: F811
+    store = opened()
+    for n in range(8):
+        put(store, n, parent=b"head")
+    release_store(store, 5)
+    store, real = opened(), disk_store.read_meta
+    monkeypatch.setattr(disk_store, "_HEADS_S", 0.05)
+    monkeypatch.setattr(disk_store, "read_meta", lambda path: time.sleep(0.03) or real(path))
+    seen = [len(store.children("m", b"head")) for _ in range(9)]
+    assert 1 <= seen[0] < 8 == seen[-1] and seen == sorted(seen)
 
 
 @pytest.mark.parametrize("how", ["deleted", "swapped", "empty", "half"])
