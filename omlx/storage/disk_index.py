@@ -42,10 +42,10 @@ class IndexFile:
         """Opens or makes the file; makes it anew if it is damaged. Raises OSError if neither works.
 
         `clean` is True when the last process closed it: then its rows are all there is. `damaged` is
-        True when it was made anew.
+        True when it was made anew, `snapshot_damaged` when `load` found the snapshot to be.
         """
         self.path = path
-        self.clean = self.damaged = False
+        self.clean = self.damaged = self.snapshot_damaged = False
         self._snapshot = snapshot_path(path)
         try:
             try:
@@ -84,17 +84,22 @@ class IndexFile:
     def _say_damaged(self, error: Exception) -> None:
         log.warning("the cache index %s is damaged (%s): it is built again from the blocks' headers", self.path, error)
 
-    def load(self) -> Packed:
+    def load(self, *, as_left: bool = True) -> Packed:
         """All that the last process told, in order of use. Fast if it closed; to be called once, after opening.
+
+        `as_left`: nobody has changed the file since then; else the snapshot is not of this file.
 
         Raises OSError if the file is damaged and cannot be made anew.
         """
         try:
-            if self.clean and self._checksum:
+            if self.clean and as_left and self._checksum:
                 try:
                     return read_snapshot(self._snapshot, self._checksum[0])
-                except (OSError, ValueError) as exc:
+                except OSError as exc:
                     log.info("the index snapshot %s is not used: %s", self._snapshot, exc)
+                except ValueError as exc:
+                    self.snapshot_damaged = True
+                    log.warning("the index snapshot %s is damaged (%s): SQLite is read instead", self._snapshot, exc)
             return pack_rows(self._db.execute(f"SELECT {_NAMES} FROM blocks"))
         except (sqlite3.Error, ValueError) as exc:
             if isinstance(exc, sqlite3.Error) and not is_lost(exc):

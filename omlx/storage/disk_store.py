@@ -75,7 +75,7 @@ class DiskStore:
         self, root: Path, max_bytes: int, queue_bytes: int, reserve_bytes: int | None, ttl_s: float = 0
     ) -> None:
         self.root = root
-        self.index_damaged = 0  # how often the index file had to be made anew
+        self.index_damaged = 0  # how often the index file had to be made anew, or its snapshot could not be used
         self._queue = WriteQueue("omlx-writer", queue_bytes, self._work, self._rest, self._end)
         self.blocks = BlockLedger(root, max_bytes, reserve_bytes, self._queue)
         self._users: weakref.WeakSet[StoreUser] = weakref.WeakSet()
@@ -318,7 +318,7 @@ class DiskStore:
         as_left = lock.note in ("", file_mark(path))
         try:
             index = IndexFile(path)
-            packed = index.load()
+            packed = index.load(as_left=as_left)
             if not as_left and not index.damaged:
                 log.warning("the cache index %s is not the one that was left here: the folder is looked through", path)
                 index.make_again()
@@ -327,7 +327,7 @@ class DiskStore:
             raise
         if self._lock_file is not None:
             self._disconnect(clean=False)
-        self.index_damaged += index.damaged
+        self.index_damaged += index.damaged + index.snapshot_damaged
         self.blocks.load(packed, index.nbytes())  # before it counts as connected: blocks of a lost folder are no damage
         if not as_left:
             self.blocks.mark_all_changed()

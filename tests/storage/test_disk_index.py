@@ -76,7 +76,7 @@ def test_a_clean_close_leaves_a_snapshot_that_the_next_open_takes(tmp_path):
 
 
 @pytest.mark.parametrize("how", ["deleted", "damaged", "of before", "folder"])
-def test_a_snapshot_that_is_not_the_last_ones_is_not_used(tmp_path, how):
+def test_a_snapshot_that_is_not_the_last_ones_is_not_used(tmp_path, caplog, how):
     snapshot = snapshot_path(tmp_path / "index")
     for upto in (5, 9):
         table, file = other_table(range(upto)), IndexFile(tmp_path / "index")
@@ -92,6 +92,7 @@ def test_a_snapshot_that_is_not_the_last_ones_is_not_used(tmp_path, how):
         snapshot.write_bytes(before if how == "of before" else raw[:-30] + bytes([raw[-30] ^ 1]) + raw[-29:])
     file = IndexFile(tmp_path / "index")
     assert file.clean and not file.damaged and rows_of(file.load()) == table.rows() and not snapshot.exists()
+    assert file.snapshot_damaged == (how in ("damaged", "of before")) == (len(caplog.records) == 1)
     file.close_as_found()
     file = IndexFile(tmp_path / "index")
     assert file.clean and rows_of(file.load()) == table.rows()
