@@ -11,6 +11,7 @@ from mlx_lm.sample_utils import greedy_sampler
 
 from omlx.admission import StoredPrefixes
 from omlx.cache import layer_state
+from omlx.cache.companions import companion_names
 from omlx.cache.layer_state import Uncacheable
 from omlx.model.decode_batch import DecodeBatch, DecodeFailure, DecodeRow
 from omlx.model.runner import TextRunner
@@ -273,3 +274,19 @@ def test_windows_that_are_computed_because_that_is_faster_are_in_ram_afterwards(
     assert (again.cached_ram_tokens, again.cached_ssd_tokens) == (90, 0)
     assert store.stats().hits_ssd == 0
     store.close(10)
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "mamba2", "falcon_h1"])
+def test_companions_may_be_evicted_just_before_their_blocks_tails_first(family: str) -> None:
+    """So what is left of a chain that is being evicted can still be gone on from at its last block."""
+    store = DictStore()
+    bench = Bench(runner(family), store, block_size=B)
+    bench.ask(prompt(5 * B + 3))
+    at = {name: place for place, name in enumerate(store.used)}
+    chain = sorted((meta for meta, _ in store.blocks.values() if meta.token_count == B), key=lambda meta: -meta.start)
+    assert len(chain) == 5 and [at[meta.block_hash] for meta in chain] == sorted(at[meta.block_hash] for meta in chain)
+    beside = {meta.block_hash: companion_names(bench.runner.layout, meta.block_hash) for meta in chain}
+    for block, names in beside.items():
+        kept = [at[name] for name in names if name in store.blocks]
+        assert kept == list(range(at[block] - len(kept), at[block]))
+    assert any(name in store.blocks for names in beside.values() for name in names)
