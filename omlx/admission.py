@@ -100,17 +100,18 @@ class SharedPrefills:
             return None
         best, gain, stored = None, 0, -1
         patience = work + sum(row.remaining for row in prefilling)
-        packed, limit = b"", len(request.prompt) - 1
+        prompt, packed, limit = request.cache_tokens(request.prompt), b"", len(request.prompt) - 1
         for row in prefilling:
             if not self._may_lead(row, request):
                 continue
-            packed = packed or pack_tokens(request.prompt)
-            end = self._end(common_tokens(packed, pack_tokens(row.tokens)), limit, row.prefill_end)
+            packed = packed or pack_tokens(prompt)
+            theirs = pack_tokens(row.request.cache_tokens(row.tokens))
+            end = self._end(common_tokens(packed, theirs), limit, row.prefill_end)
             ready = -(-end // self._cache.block_size) * self._cache.block_size  # whole blocks are stored on the way
             if ready <= row.position:
                 continue
             if stored < 0:
-                stored = self._cache.stored_tokens(request.prompt, request.cache_salt)
+                stored = self._cache.stored_tokens(prompt, request.cache_salt, request.images)
             cost = min(ready, row.prefill_end) - row.position
             if end - stored > gain and cost <= _WORTH * (end - stored):
                 best, gain = _Wait(row, ready, limit - end, patience + _PATIENCE * cost), end - stored
@@ -137,11 +138,13 @@ class StoredPrefixes:
         self._chunk_time = chunk_time
         self._stats = stats
 
-    def load(self, request: Request, tokens: Sequence[int], capacity: int, *, resumes: bool) -> Restored | None:
+    def load(self, request: Request, tokens: list[int], capacity: int, *, resumes: bool) -> Restored | None:
         """What is stored of all but the last of `tokens`, in layer caches with room for `capacity`."""
-        found = 0
+        found, keys = 0, request.cache_tokens(tokens)
         for _ in range(2):  # the second time without what turned out to be slow
-            match = self._cache.match(request.request_id, tokens, request.cache_salt, resumes=resumes)
+            match = self._cache.match(
+                request.request_id, keys, request.cache_salt, resumes=resumes, images=request.images
+            )
             found = max(found, match.tokens)
             match = self._worth_loading(match, len(tokens) - 1)
             try:

@@ -3,7 +3,7 @@
 import time
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Literal
+from typing import Literal, NamedTuple, Protocol
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -65,12 +65,41 @@ class RequestState(Enum):
     FINISHED = "finished"
 
 
+class ImageStart(NamedTuple):
+    """A picture begins at this position of a prompt; `digest` (32 bytes) names it by content."""
+
+    position: int
+    digest: bytes
+
+
+class PromptVision(Protocol):
+    """The pictures of one prompt, as the scheduler needs them; but for the fields on the MLX thread only.
+
+    `keys` is the prompt as the cache sees it: as long as the request's, with ids made of a picture's digest where
+    the model gets that picture's features. `starts` are in order. A token behind the last picture stands at the
+    rope position of its index plus `rope_delta` (0 for models that count positions like tokens).
+    """
+
+    keys: list[int]
+    starts: tuple[ImageStart, ...]
+    rope_delta: int
+
+    def prepare(self, start: int, stop: int, wait_s: float) -> bool:
+        """One bounded piece of work towards the features of positions [start, stop); True when they are there.
+
+        Waits no longer than `wait_s` for work that another thread does.
+        """
+
+    def release(self) -> None:
+        """The features are not needed for now; `prepare` may be called again."""
+
+
 @dataclass(slots=True)
 class Request:
     """One answer to produce. `prompt` holds token ids (at least one).
 
     `use_cache` False neither reads nor writes the cache. `cache_salt` separates tenants: equal
-    prompts under different salts share nothing.
+    prompts under different salts share nothing. `vision`: the prompt's pictures, None if it has none.
     """
 
     request_id: str
@@ -80,6 +109,17 @@ class Request:
     cache_salt: str = ""
     state: RequestState = RequestState.WAITING
     stats: RequestStats = field(default_factory=RequestStats)
+    vision: PromptVision | None = None
+
+    def cache_tokens(self, tokens: list[int]) -> list[int]:
+        """`tokens`, the beginning of prompt and answer, as the cache sees them."""
+        if self.vision is None:
+            return tokens
+        return self.vision.keys[: len(tokens)] + tokens[len(self.vision.keys) :]
+
+    @property
+    def images(self) -> tuple[ImageStart, ...]:
+        return self.vision.starts if self.vision is not None else ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,6 +46,7 @@ _KV_STEP = 256
 _FIRST_CHUNK = 32  # before anything is known of the model's speed
 _LONGEST_CHUNK = 2048
 _MOST_STEPS = 1 << 32
+_IDLE_WAIT_S = 0.05
 _IDLE_CHUNK_S = 1.0  # without running streams: how long a chunk may keep an abort waiting
 
 
@@ -150,7 +151,7 @@ class Scheduler:
         self._prefilling: list[_Row] = []
         self._paused: list[_Row] = []
         self._decoding: dict[str, _Row] = {}
-        self._batch = DecodeBatch(runner.decoder)
+        self._batch = DecodeBatch(runner.decoder, runner.takes_rope_deltas)
         self._chunk_time = ChunkTime()
         self._stored = StoredPrefixes(prefix_cache, self._chunk_time, self.stats) if prefix_cache else None
         self._oldest_next = False
@@ -353,8 +354,10 @@ class Scheduler:
         budget = self.config.max_stall_s if self._decoding else _IDLE_CHUNK_S
         while (row := self._next_row()) is not None:
             if row.remaining:
-                left = budget - (time.monotonic() - started)
+                left, before = budget - (time.monotonic() - started), row.position
                 self._guard(row, partial(self._chunk, seconds=left))
+                if row in self._prefilling and row.position == before:
+                    return  # a piece of work on its pictures: now others have a turn
             if not row.remaining and row in self._prefilling:
                 self._guard(row, self._start_answer)
             left = budget - (time.monotonic() - started)
@@ -407,9 +410,11 @@ class Scheduler:
     def _chunk(self, row: _Row, seconds: float) -> None:
         """One forward pass over the next prompt tokens; the blocks that became full are stored."""
         size = self._chunk_tokens(row, seconds)
-        end = row.position + size
+        end, vision = row.position + size, row.request.vision
+        if vision is not None and not vision.prepare(row.position, end, self._wait_s):
+            return
         started = time.monotonic()
-        self._runner.prefill(row.tokens[row.position : end], row.caches)
+        self._runner.prefill(row.tokens[row.position : end], row.caches, row.position, vision)
         self._chunk_time.observe(size, row.position, time.monotonic() - started)
         if self._grid is not None and row.exact_upto == row.position and self._grid.floor(end) == end:
             row.exact_upto = end
@@ -417,6 +422,11 @@ class Scheduler:
         row.request.stats.prefilled_tokens = min(end, len(row.request.prompt) - 1)
         self.stats.prefilled_tokens += size
         self._store(row, row.tokens[:end], row.caches)
+
+    @property
+    def _wait_s(self) -> float:
+        """How long a step may wait for what other threads do: not at all while anybody else could go on."""
+        return _IDLE_WAIT_S if len(self._running) == 1 else 0.0
 
     def _start_answer(self, row: _Row) -> None:
         """All but the last token are computed: on to the answer's next token, which is handed out at once.
@@ -428,12 +438,14 @@ class Scheduler:
         tokens, sampler = row.tokens, self._sampler(row)
         prefill_end = None if row.answer else row.prefill_end  # after a pause decoding ended here
         layer_state.evaluate(row.caches)
+        if row.request.vision is not None:
+            row.request.vision.release()
         if self._decoding and tokens[-1] not in self._stops(row):
             self._store(row, tokens[:-1], row.caches, prefill_end=prefill_end)
             self._join(row, tokens[-1], tokens[:-1], sampler, prompts=True)
             return
         before = layer_state.frozen(row.caches)
-        logits = self._runner.logits(tokens[-1], row.caches)
+        logits = self._runner.logits(tokens[-1], row.caches, row.prefill_end, row.request.vision)
         token, logprobs = first_token(logits, tokens, sampler, row.processors)
         reason = self._reason(row, token)
         self._hand_out(row, token, logprobs, reason)
@@ -449,9 +461,10 @@ class Scheduler:
         self._prefilling.remove(row)
         self._decoding[row.id] = row
         row.request.state = RequestState.DECODING
-        stops = self._stops(row)
+        stops, vision = self._stops(row), row.request.vision
+        delta = vision.rope_delta if vision is not None else 0
         self._batch.add(
-            DecodeRow(row.id, token, prompts, context, row.caches, row.more, sampler, row.processors, stops)
+            DecodeRow(row.id, token, prompts, context, row.caches, row.more, sampler, row.processors, stops, delta)
         )
         row.caches = []  # the batch's now
 
@@ -550,13 +563,16 @@ class Scheduler:
 
     def _store(self, row: _Row, tokens: list[int], caches: list[Any], **kinds: Any) -> None:
         if self._cache is not None and row.request.use_cache and tokens:
-            self._cache.store(row.id, tokens, caches, exact_upto=row.exact_upto, **kinds)
+            keys = row.request.cache_tokens(tokens)
+            self._cache.store(row.id, keys, caches, exact_upto=row.exact_upto, **kinds)
 
     def _remove(self, row: _Row) -> None:
         if row in self._prefilling:
             self._prefilling.remove(row)
         if row in self._paused:
             self._paused.remove(row)
+        if row.request.vision is not None:
+            row.request.vision.release()
         if self._decoding.pop(row.id, None) is not None:
             self._batch.drop(row.id)
 

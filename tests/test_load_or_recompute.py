@@ -208,7 +208,7 @@ def test_a_disk_that_hangs_is_not_waited_for_for_ever_though_nobody_knows_what_c
 class Steady(TinyRunner):
     """Takes 0.2 ms for each prompt token on top."""
 
-    def prefill(self, tokens: Any, caches: Any) -> None:
+    def prefill(self, tokens: Any, caches: Any, *where: Any) -> None:
         time.sleep(0.0002 * len(tokens))
         super().prefill(tokens, caches)
 

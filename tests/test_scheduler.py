@@ -466,7 +466,7 @@ class Breaking(TinyRunner):
 
         self.decoder = Decoder()
 
-    def prefill(self, tokens: Any, caches: Any) -> None:
+    def prefill(self, tokens: Any, caches: Any, *where: Any) -> None:
         if 13 in tokens:
             raise ValueError("token 13")
         super().prefill(tokens, caches)

@@ -8,11 +8,12 @@ from mlx.utils import tree_map
 from mlx_lm.models import llama
 
 from omlx.cache import layer_state
+from omlx.cache.block import image_ids
 from omlx.cache.interface import CacheManager
 from omlx.cache.layer_state import CacheLayout
 from omlx.cache.paged_cache import PagedCacheManager
 from omlx.cache.prefix_cache import BlockAwarePrefixCache, CacheIdentity
-from omlx.request import Request, SamplingParams, TokenOutput
+from omlx.request import ImageStart, PromptVision, Request, SamplingParams, TokenOutput
 from omlx.scheduler import Failure, Scheduler, SchedulerConfig
 
 VOCAB = 300
@@ -32,9 +33,38 @@ def tiny_model(seed: int = 0) -> Any:
     return model
 
 
-class TinyRunner:
-    """A ModelRunner over `tiny_model`; counts the tokens it was asked to compute."""
+class TinyVision:
+    """Pictures as (position, digest, length), a PromptVision. `pieces`: calls of `prepare` before they are ready."""
 
+    rope_delta = 0
+
+    def __init__(self, prompt: Sequence[int], *pictures: tuple[int, bytes, int], pieces: int = 1) -> None:
+        self.keys = list(prompt)
+        self.starts = tuple(ImageStart(position, digest) for position, digest, _ in pictures)
+        for position, digest, length in pictures:
+            self.keys[position : position + length] = image_ids(digest, length)
+        self.wanted: list[tuple[int, int]] = []
+        self.released = 0
+        self._left = pieces
+
+    def prepare(self, start: int, stop: int, wait_s: float) -> bool:
+        if all(key < 1 << 31 for key in self.keys[start:stop]):
+            return True
+        self.wanted.append((start, stop))
+        self._left -= 1
+        return self._left < 0
+
+    def release(self) -> None:
+        self.released += 1
+
+
+class TinyRunner:
+    """A ModelRunner over `tiny_model`; counts the tokens it was asked to compute.
+
+    What it "sees" of a picture are tokens that follow from its ids.
+    """
+
+    takes_rope_deltas = False
     name = "tiny"
     fingerprint = b"tiny" * 8
     context_length = 4096
@@ -56,14 +86,20 @@ class TinyRunner:
     def new_cache(self) -> list[Any]:
         return layer_state.new_cache(self.decoder)
 
-    def prefill(self, tokens: Sequence[int], caches: list[Any]) -> None:
+    def prefill(
+        self, tokens: Sequence[int], caches: list[Any], start: int = 0, vision: PromptVision | None = None
+    ) -> None:
         self.computed += len(tokens)
+        if vision is not None:
+            assert start == caches[0].offset
+            keys = [*vision.keys, *tokens[max(len(vision.keys) - start, 0) :]][start : start + len(tokens)]
+            tokens = [key % EOS if key >= 1 << 31 else token for key, token in zip(keys, tokens, strict=True)]
         self.chunks.append((caches[0].offset, len(tokens)))
         layer_state.settle(caches)
         self.decoder(mx.array([tokens]), cache=caches)
         layer_state.evaluate(caches)
 
-    def logits(self, token: int, caches: list[Any]) -> mx.array:
+    def logits(self, token: int, caches: list[Any], start: int = 0, vision: PromptVision | None = None) -> mx.array:
         self.computed += 1
         layer_state.settle(caches)
         return self.decoder(mx.array([[token]]), cache=caches)[:, -1]
@@ -93,10 +129,18 @@ class Bench:
         else:
             self.outputs.setdefault(item.request_id, []).append(item)
 
-    def add(self, prompt: Sequence[int], *, cache: bool = True, salt: str = "", **sampling: Any) -> Request:
+    def add(
+        self,
+        prompt: Sequence[int],
+        *,
+        cache: bool = True,
+        salt: str = "",
+        vision: PromptVision | None = None,
+        **sampling: Any,
+    ) -> Request:
         params = SamplingParams(**({"max_tokens": 8, "temperature": 0, "top_logprobs": 2} | sampling))
         self._count += 1
-        request = Request(f"r{self._count}", list(prompt), params, use_cache=cache, cache_salt=salt)
+        request = Request(f"r{self._count}", list(prompt), params, use_cache=cache, cache_salt=salt, vision=vision)
         self.scheduler.add(request)
         return request
 

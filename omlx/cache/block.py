@@ -6,17 +6,24 @@ The first parent is a root hash of all that makes KV values differ (see `root_ha
 
 Every input is length-prefixed before it is hashed: moving bytes from one field to the next changes
 the hash.
+
+Where the model gets a picture's features, the tokens are ids of 2^31 and above made of the picture's digest
+(`image_ids`): the placeholders of all pictures look alike, these do not.
 """
 
 import hashlib
 import struct
 import sys
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 TOKEN_BYTES = 4
 _LENGTH = struct.Struct("<Q")
 _BLOCK = b"omlx-block-1"
+_IMAGE_ID = 1 << 31
+# Pictures of which fewer ids were compared may be two that look alike there: an id tells 31 bits.
+_IDS_THAT_TELL = 5
+_NO_EXTRA: Mapping[int, bytes] = {}
 
 
 def _digest(domain: bytes, *fields: bytes) -> bytes:
@@ -40,11 +47,20 @@ def block_hash(parent: bytes, tokens: bytes, extra: bytes = b"") -> bytes:
     return _digest(_BLOCK, parent, tokens, extra)
 
 
-def block_hashes(parent: bytes, packed: bytes, block_size: int, extra: bytes = b"") -> Iterator[bytes]:
-    """The names of the whole blocks that packed tokens fill, in order: `block_hash` of each, in half the time."""
+def block_hashes(
+    parent: bytes, packed: bytes, block_size: int, extra: bytes = b"", more: Mapping[int, bytes] = _NO_EXTRA
+) -> Iterator[bytes]:
+    """The names of the whole blocks that packed tokens fill, in order: `block_hash` of each, in half the time.
+
+    `more` is added to the `extra` of single blocks, by their number.
+    """
     nbytes = block_size * TOKEN_BYTES
-    between, end = _LENGTH.pack(nbytes), _LENGTH.pack(len(extra)) + extra
-    for at in range(0, len(packed) - nbytes + 1, nbytes):
+    between, plain = _LENGTH.pack(nbytes), _LENGTH.pack(len(extra)) + extra
+    for number, at in enumerate(range(0, len(packed) - nbytes + 1, nbytes)):
+        end = plain
+        if number in more:
+            own = extra + more[number]
+            end = _LENGTH.pack(len(own)) + own
         fields = (_BLOCK, _LENGTH.pack(len(parent)), parent, between, packed[at : at + nbytes], end)
         parent = hashlib.sha256(b"".join(fields)).digest()
         yield parent
@@ -62,6 +78,27 @@ def pack_tokens(tokens: Sequence[int]) -> bytes:
     if sys.byteorder == "big":
         packed.byteswap()
     return packed.tobytes()
+
+
+def image_ids(digest: bytes, n: int) -> list[int]:
+    """What the cache has for the `n` positions of a picture: ids of 2^31 and above that its digest gives."""
+    words = array("I", hashlib.shake_256(digest).digest(n * TOKEN_BYTES))
+    if sys.byteorder == "big":
+        words.byteswap()
+    return [word | _IMAGE_ID for word in words]
+
+
+def is_image_id(packed: bytes, at: int) -> bool:
+    """Whether token `at` of packed tokens stands for a part of a picture."""
+    return bool(packed[at * TOKEN_BYTES + TOKEN_BYTES - 1] & 0x80)
+
+
+def sure_tokens(packed: bytes, shared: int) -> int:
+    """How many of `shared` tokens, equal in two packed runs, prove to be the same: not the first few of a picture."""
+    run = 0
+    while run < _IDS_THAT_TELL and run < shared and is_image_id(packed, shared - run - 1):
+        run += 1
+    return shared if run == _IDS_THAT_TELL else shared - run
 
 
 def slice_tokens(packed: bytes, start: int, stop: int) -> bytes:

@@ -34,6 +34,7 @@ from omlx.cache.prefix_search import (
 from omlx.cache.probe import BlockState, FirstMiss, MatchEnd, PrefixProbe
 from omlx.cache.reading import BlockRead, BlockReaders, RestoreTooSlow, Worth
 from omlx.metrics import RestoreTime
+from omlx.request import ImageStart
 from omlx.storage.tensor_file import BlockBuffer
 
 __all__ = [
@@ -145,13 +146,22 @@ class BlockAwarePrefixCache:
 
     # ---- what do you have for these tokens?
 
-    def match(self, request_id: str, prompt: Sequence[int], salt: str = "", *, resumes: bool = False) -> PrefixMatch:
+    def match(
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        salt: str = "",
+        *,
+        resumes: bool = False,
+        images: Sequence[ImageStart] = (),
+    ) -> PrefixMatch:
         """The longest stored prefix of `prompt` that leaves at least one token to compute.
 
         Its blocks are pinned until `release(request_id)`. `resumes`: the prompt is that of a paused
-        request with its answer so far, which continues from its own state, wherever it was cut.
+        request with its answer so far, which continues from its own state, wherever it was cut. `images` begin in
+        the prompt, which has ids made of their digests in their places (see `Request.cache_tokens`).
         """
-        sought = Sought(pack_tokens(prompt), len(prompt) - 1, salt, resumes)
+        sought = _sought(prompt, salt, images)._replace(resumes=resumes)
         return self._take(request_id, sought, set())
 
     @property
@@ -171,9 +181,9 @@ class BlockAwarePrefixCache:
         exact = exact_upto(found.blocks)
         return PrefixMatch(request_id, tuple(found.blocks), found.end, exact, mode, tuple(found.companions))
 
-    def stored_tokens(self, prompt: Sequence[int], salt: str = "") -> int:
+    def stored_tokens(self, prompt: Sequence[int], salt: str = "", images: Sequence[ImageStart] = ()) -> int:
         """How many tokens `match` would give now. Pins, marks and counts nothing."""
-        return self._search.longest(Sought(pack_tokens(prompt), len(prompt) - 1, salt)).end
+        return self._search.longest(_sought(prompt, salt, images)).end
 
     def parts(self, match: PrefixMatch) -> list[StoredPart]:
         """A match block by block, for who may want less of it (see `shorten`).
@@ -201,40 +211,40 @@ class BlockAwarePrefixCache:
 
     # ---- what would you have? (from any thread)
 
-    def probe(self, prompt: Sequence[int], salt: str = "") -> PrefixProbe:
+    def probe(self, prompt: Sequence[int], salt: str = "", images: Sequence[ImageStart] = ()) -> PrefixProbe:
         """What `match` would give for `prompt` now, block by block, and why not more.
 
         Pins, marks and counts nothing. May look through all that is stored, if nothing of the prompt is.
         """
         if len(prompt) == 0:
             return PrefixProbe((), 0, None)
-        packed, limit = pack_tokens(prompt), len(prompt) - 1
-        found = self._search.longest(Sought(packed, limit, salt))
+        sought = _sought(prompt, salt, images)
+        packed, limit = sought.packed, sought.limit
+        found = self._search.longest(sought)
         cached, miss = found.end, None
         if cached < limit:
             start = len(found.hashes) * self.block_size
             parent = found.hashes[-1] if found.hashes else found.root
             end = MatchEnd(
                 self._store, self._who, self.block_size, salt, parent, start, cached - start,
-                slice_tokens(packed, start, limit), self._search.usable, names,
+                slice_tokens(packed, start, limit), self._search.usable, partial(_names, sought),
             )  # fmt: skip
             miss = FirstMiss(cached, end.reason())
-        return PrefixProbe(tuple(self._states(packed, found)), cached, miss)
+        return PrefixProbe(tuple(self._states(sought, found)), cached, miss)
 
-    def _states(self, packed: bytes, found: Found) -> Iterator[BlockState]:
+    def _states(self, sought: Sought, found: Found) -> Iterator[BlockState]:
         """Every block of the prompt; behind the match under the name that a prefill would store it by."""
-        parent, matched = found.root, found.blocks
+        packed, parent, matched = sought.packed, found.root, found.blocks
         for index, at in enumerate(range(0, len(packed), self.block_size * TOKEN_BYTES)):
             tokens = packed[at : at + self.block_size * TOKEN_BYTES]
-            name, take = self._stored_name(parent, tokens), 0
+            name, take = self._stored_name(_names(sought, parent, at // TOKEN_BYTES, tokens)), 0
             parent = found.hashes[index] if index < len(found.hashes) else name
             if index < len(matched):
                 name, take = matched[index].meta.block_hash, matched[index].take
             state = self._store.tier_of(name) or "absent"
             yield BlockState(index, name, len(tokens) // TOKEN_BYTES, take, state)
 
-    def _stored_name(self, parent: bytes, tokens: bytes) -> bytes:
-        known = names(parent, tokens)
+    def _stored_name(self, known: Sequence[bytes]) -> bytes:
         return next((name for name in known if self._store.contains(name)), known[0])
 
     # ---- restore
@@ -396,7 +406,8 @@ class BlockAwarePrefixCache:
 
     def _save_new(self, run: "_Run", index: int) -> bytes:
         whole = self.exact == "off" or run.exact_upto >= self._stop(run, index)
-        name = block_hash(run.chain.parent(index), self._packed(run, index), CELLS if whole else DECODED)
+        pictures = run.chain.sought.pictures(index * self.block_size, self._stop(run, index))
+        name = block_hash(run.chain.parent(index), self._packed(run, index), (CELLS if whole else DECODED) + pictures)
         self._save(run, name, index)
         return name
 
@@ -567,6 +578,16 @@ PrefixCache = BlockAwarePrefixCache
 
 def _given(block: BlockBuffer) -> BlockBuffer:
     return block
+
+
+def _sought(prompt: Sequence[int], salt: str, images: Sequence[ImageStart]) -> Sought:
+    """All of a prompt but its last token."""
+    return Sought(pack_tokens(prompt), len(prompt) - 1, salt, images=tuple(images))
+
+
+def _names(sought: Sought, parent: bytes, start: int, tokens: bytes) -> list[bytes]:
+    """What a block of a prompt may be called that has these tokens from position `start` on."""
+    return names(parent, tokens, sought.pictures(start, start + len(tokens) // TOKEN_BYTES))
 
 
 class _Run(NamedTuple):

@@ -5,11 +5,12 @@ from dataclasses import dataclass, field
 from itertools import count, islice
 from typing import NamedTuple
 
-from omlx.cache.block import block_hash, block_hashes, common_tokens, root_hash, slice_tokens
+from omlx.cache.block import block_hash, block_hashes, common_tokens, root_hash, slice_tokens, sure_tokens
 from omlx.cache.companions import Companion, companions_at_end
 from omlx.cache.grid import ExactMode, PrefillGrid
 from omlx.cache.interface import BlockMeta, CacheManager
 from omlx.cache.layer_state import CacheLayout
+from omlx.request import ImageStart
 
 FORMAT = "1"
 # Blocks that hold more than whole grid cells have names of their own, and so do all that build on
@@ -18,9 +19,9 @@ CELLS, DECODED = b"", b"decoded"
 _FIRST_BATCH, _MORE = 32, 4  # blocks looked up at once, and how many times more the next time
 
 
-def names(parent: bytes, tokens: bytes) -> list[bytes]:
-    """What the block with these tokens may be called."""
-    return [block_hash(parent, tokens, lineage) for lineage in (CELLS, DECODED)]
+def names(parent: bytes, tokens: bytes, pictures: bytes = b"") -> list[bytes]:
+    """What the block with these tokens may be called; `pictures`: see `Sought.pictures`."""
+    return [block_hash(parent, tokens, lineage + pictures) for lineage in (CELLS, DECODED)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +62,18 @@ class Sought(NamedTuple):
     """What is looked for: the first `limit` of some packed tokens, in the world that `salt` names.
 
     `resumes`: they are the text of a paused request with its answer so far, which continues from its own
-    state, wherever it was cut.
+    state, wherever it was cut. `images` begin in it, in this order.
     """
 
     packed: bytes
     limit: int
     salt: str
     resumes: bool = False
+    images: tuple[ImageStart, ...] = ()
+
+    def pictures(self, start: int, stop: int) -> bytes:
+        """What a block of the tokens [start, stop) has in its name: the digests of the images that begin there."""
+        return b"".join(image.digest for image in self.images if start <= image.position < stop)
 
 
 class Found(NamedTuple):
@@ -161,7 +167,9 @@ class PrefixSearch:
         """
         size, found, batch = self._block_size, len(blocks), _FIRST_BATCH
         packed = slice_tokens(walk.sought.packed, found * size, walk.sought.limit)
-        waiting = block_hashes(walk.parent, packed, size, lineage)
+        begin = {(image.position // size) - found for image in walk.sought.images}
+        more = {at: walk.sought.pictures((found + at) * size, (found + at + 1) * size) for at in begin if at >= 0}
+        waiting = block_hashes(walk.parent, packed, size, lineage, more)
         while wanted := list(islice(waiting, batch)):
             metas = self._usable_run(walk, self._store.get_metas(wanted))
             walk.hashes += wanted[: len(metas)]
@@ -191,7 +199,7 @@ class PrefixSearch:
         found: dict[tuple[bytes, int], MatchedBlock] = {}
         for meta in self._store.children(walk.parent):
             if meta.block_hash not in walk.avoid and self.usable(meta):
-                shared = common_tokens(meta.tokens or b"", wanted)
+                shared = sure_tokens(wanted, common_tokens(meta.tokens or b"", wanted))
                 takes = self._valid_ends(meta, shared, start + shared == walk.sought.limit, walk.mode)
                 found |= {(meta.block_hash, take): MatchedBlock(meta, start, take) for take in takes if take > 0}
         return sorted(found.values(), key=lambda block: (-block.take, not block.exact))

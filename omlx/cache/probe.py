@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from omlx.cache.block import TOKEN_BYTES, common_tokens, slice_tokens
+from omlx.cache.block import TOKEN_BYTES, common_tokens, is_image_id, slice_tokens
 from omlx.cache.interface import BlockMeta, CacheManager, Tier
 from omlx.cache.layer_state import CacheLayout, StatePart
 from omlx.storage.tensor_file import TensorSpec
@@ -56,7 +56,8 @@ class MatchEnd:
     """Where a match ended: behind `taken` tokens of the block at `start`, whose parent is stored.
 
     `wanted` are the prompt's packed tokens from `start` on, without its last. `usable` says whether a block's
-    numerics allow its use, `names` what a block may be called by its parent and tokens. Changes nothing in the store.
+    numerics allow its use, `names` what a block may be called by its parent, position and tokens. Changes nothing in
+    the store.
     """
 
     store: CacheManager
@@ -68,7 +69,7 @@ class MatchEnd:
     taken: int
     wanted: bytes
     usable: Callable[[BlockMeta], bool]
-    names: Callable[[bytes, bytes], Sequence[bytes]]
+    names: Callable[[bytes, int, bytes], Sequence[bytes]]
 
     def reason(self) -> str:
         """What happened, as far as it can be known: what was given up is remembered in memory, and not for ever."""
@@ -97,7 +98,8 @@ class MatchEnd:
         if near.shared in (self.block_size, len(self.wanted) // TOKEN_BYTES):
             return "stored, but its last bits are not those of a prompt computed from its beginning (exact mode)"
         if near.shared < near.meta.token_count:
-            return f"differs from the nearest cached prompt at token {end}"
+            what = " in a picture" if is_image_id(self.wanted, near.shared) else ""
+            return f"differs from the nearest cached prompt{what} at token {end}"
         return f"never stored: the nearest cached prompt ends at token {end}"
 
     def _shared(self, meta: BlockMeta) -> int:
@@ -108,7 +110,7 @@ class MatchEnd:
         if meta.tokens is not None:
             return self._shared(meta)
         tokens = slice_tokens(self.wanted, 0, meta.token_count)
-        return meta.token_count if meta.block_hash in self.names(self.parent, tokens) else 0
+        return meta.token_count if meta.block_hash in self.names(self.parent, self.start, tokens) else 0
 
     @staticmethod
     def _nearest(found: Iterable[_Near]) -> _Near | None:

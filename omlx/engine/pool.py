@@ -21,6 +21,7 @@ from omlx.model import loader
 from omlx.model.folder import find_model, list_models
 from omlx.model.progress import folder_bytes
 from omlx.model.runner import TextRunner, numerics
+from omlx.request import ImageStart
 from omlx.scheduler import Scheduler, SchedulerConfig
 from omlx.sizes import format_size
 from omlx.storage.disk_store import DiskStore
@@ -207,15 +208,17 @@ class EnginePool:
         """Waits for the step that is under way: a request has its whole answer before its state is stored."""
         await self.ready()
 
-    async def cache_probe(self, name: str, tokens: Sequence[int], salt: str = "") -> PrefixProbe | None:
-        """What the cache has of a prompt now, changing nothing; None for a model without a cache.
+    async def cache_probe(
+        self, name: str, tokens: Sequence[int], salt: str = "", images: Sequence[ImageStart] = ()
+    ) -> PrefixProbe | None:
+        """What the cache has of a prompt (as it sees it) now, changing nothing; None for a model without a cache.
 
         Loads the model if it is not yet. Raises NotFound, ModelError.
         """
         await self.get(name)
         await self._step_ended()
         tiers = self._loaded[name].tiers
-        return None if tiers is None else await asyncio.to_thread(tiers.prefix_cache.probe, tokens, salt)
+        return None if tiers is None else await asyncio.to_thread(tiers.prefix_cache.probe, tokens, salt, images)
 
     async def clear_cache(self, name: str | None = None, older_than_s: float | None = None) -> Cleared:
         """Deletes the stored blocks of one model or of all, loaded or not; those of running requests stay.

@@ -41,7 +41,8 @@ class DecodeRow(NamedTuple):
     """A sequence to continue. `context` are the tokens in `caches`, `token` comes next; `max_tokens` may follow.
 
     `prompts`: `token` is the last one of a prompt, and the token after it is to be handed out in the
-    very step that feeds it; else it belongs to the answer and was handed out before.
+    very step that feeds it; else it belongs to the answer and was handed out before. `rope_delta`: see
+    `request.PromptVision`.
     """
 
     row_id: str
@@ -53,6 +54,7 @@ class DecodeRow(NamedTuple):
     sampler: Sampler
     processors: list[LogitsProcessor]
     stop_tokens: frozenset[int]
+    rope_delta: int = 0
 
 
 class DecodeOutput(NamedTuple):
@@ -92,6 +94,17 @@ class _SingleRow(GenerationBatch):
         return list(self.prompt_cache)
 
 
+class _Positioned:
+    """A decoder that wants to know where each row of a batch stands: `deltas` of the rows that it is called for."""
+
+    def __init__(self, decoder: Any) -> None:
+        self._decoder = decoder
+        self.deltas: list[int] = []
+
+    def __call__(self, tokens: mx.array, cache: list[Any]) -> mx.array:
+        return self._decoder(tokens, cache=cache, rope_deltas=self.deltas)
+
+
 @dataclass(slots=True)
 class _Group:
     batch: GenerationBatch
@@ -100,6 +113,7 @@ class _Group:
     lengths: dict[int, int] = field(default_factory=dict)  # uid -> tokens
     known: set[int] = field(default_factory=set)  # uids whose next token was handed out before
     prompts: set[int] = field(default_factory=set)  # uids whose next token is the last of their prompt
+    deltas: dict[int, int] = field(default_factory=dict)  # uid -> rope_delta
 
     def fits(self, length: int) -> bool:
         if self.alone:
@@ -112,10 +126,10 @@ class _Group:
 
 
 class DecodeBatch:
-    """The running rows of one model, on the MLX thread."""
+    """The running rows of one model, on the MLX thread. `rope_deltas`: the model wants them with every call."""
 
-    def __init__(self, model: Any) -> None:
-        self._model = model
+    def __init__(self, model: Any, rope_deltas: bool = False) -> None:
+        self._model = _Positioned(model) if rope_deltas else model
         self._groups: list[_Group] = []
         self._where: dict[str, tuple[_Group, int]] = {}
         self._lost: list[DecodeFailure] = []
@@ -153,6 +167,7 @@ class DecodeBatch:
         group.batch.extend(self._new_row(uid, row, alone=group.alone))
         group.rows[uid] = row.row_id
         group.lengths[uid] = length
+        group.deltas[uid] = row.rope_delta
         (group.prompts if row.prompts else group.known).add(uid)
         self._where[row.row_id] = group, uid
 
@@ -210,6 +225,8 @@ class DecodeBatch:
         results: list[DecodeOutput | DecodeFailure] = [*self._lost]
         self._lost.clear()
         for group in list(self._groups):
+            if isinstance(self._model, _Positioned):
+                self._model.deltas = [group.deltas[uid] for uid in group.batch.uids]
             try:
                 responses = group.batch.next()
             # Whatever a model raises fails the rows of this group and nobody else.
@@ -260,6 +277,7 @@ class DecodeBatch:
         for uid in uids:
             del self._where[group.rows.pop(uid)]
             del group.lengths[uid]
+            del group.deltas[uid]
             group.known.discard(uid)
             group.prompts.discard(uid)
         if not group.rows:

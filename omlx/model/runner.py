@@ -12,18 +12,21 @@ from omlx.cache import layer_state
 from omlx.cache.layer_state import CacheLayout, Uncacheable
 from omlx.errors import ModelError
 from omlx.model.loader import LoadedModel
+from omlx.request import PromptVision
 
 _GROUPS = (64, 32)  # values that share a scale, the first one that the heads allow
 
 
 class ModelRunner(Protocol):
-    """A model ready to run. `decoder` is what mlx-lm's BatchGenerator calls, (tokens, cache=) -> logits.
+    """A model ready to run. `decoder` is what mlx-lm's batch generation calls, (tokens, cache=) -> logits.
 
-    `layout` says how its layer caches are stored, or why they cannot be.
+    `layout` says how its layer caches are stored, or why they cannot be. With `takes_rope_deltas` the decoder also
+    wants to know, for each row, what to add to a token's index to get its rope position (rope_deltas=).
     """
 
     name: str
     decoder: Any
+    takes_rope_deltas: bool
     layout: CacheLayout | Uncacheable
     fingerprint: bytes
     context_length: int
@@ -33,12 +36,15 @@ class ModelRunner(Protocol):
     def new_cache(self) -> list[Any]:
         """Empty layer caches for one sequence."""
 
-    # Both settle the caches before their pass: see layer_kinds.settle.
+    # Both settle the caches before their pass: see layer_kinds.settle. `start` is the first token's index in the
+    # text, `vision` has the prompt's pictures, whose features are prepared.
 
-    def prefill(self, tokens: Sequence[int], caches: list[Any]) -> None:
+    def prefill(
+        self, tokens: Sequence[int], caches: list[Any], start: int = 0, vision: PromptVision | None = None
+    ) -> None:
         """Appends `tokens` to the caches; returns when their state is computed."""
 
-    def logits(self, token: int, caches: list[Any]) -> mx.array:
+    def logits(self, token: int, caches: list[Any], start: int = 0, vision: PromptVision | None = None) -> mx.array:
         """Appends one token; the logits (1, vocab) that follow it, not evaluated yet."""
 
 
@@ -47,6 +53,8 @@ class TextRunner:
 
     Raises ModelError if they cannot be.
     """
+
+    takes_rope_deltas = False
 
     def __init__(self, loaded: LoadedModel, kv_bits: int | None = None) -> None:
         self.name = loaded.name
@@ -96,7 +104,9 @@ class TextRunner:
     def new_cache(self) -> list[Any]:
         return layer_state.new_cache(self.decoder, self._quantisation)
 
-    def prefill(self, tokens: Sequence[int], caches: list[Any]) -> None:
+    def prefill(
+        self, tokens: Sequence[int], caches: list[Any], start: int = 0, vision: PromptVision | None = None
+    ) -> None:
         layer_state.settle(caches)
         # Only the caches are evaluated, so the output head is never computed.
         self.decoder(mx.array([tokens]), cache=caches)
@@ -105,7 +115,7 @@ class TextRunner:
         # chunks differ in size.
         mx.clear_cache()
 
-    def logits(self, token: int, caches: list[Any]) -> mx.array:
+    def logits(self, token: int, caches: list[Any], start: int = 0, vision: PromptVision | None = None) -> mx.array:
         layer_state.settle(caches)
         logits: mx.array = self.decoder(mx.array([[token]]), cache=caches)
         return logits[:, -1]
