@@ -5,11 +5,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from jinja2 import TemplateError
-
 from omlx.api.events import Dialect
 from omlx.engine.detokenize import TextEngine
 from omlx.errors import BadRequest
+from omlx.model import chat_template
 from omlx.request import Request, SamplingParams
 
 
@@ -96,24 +95,6 @@ class ChatRequest:
 
 Parse = Callable[[dict[str, Any]], tuple[ChatRequest, Dialect]]
 
-# A template is a program over what the client sent: whatever of it fails is that request's fault.
-_TEMPLATE_ERRORS = (
-    TemplateError,
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    RecursionError,
-    TypeError,
-    ValueError,
-)
-
-# Would change what the call does rather than what the template shows.
-_RESERVED_ARGS = frozenset({
-    "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents", "max_length",
-    "messages", "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors",
-    "sanitize_control_tokens", "tokenize", "tokenizer_kwargs", "tools", "truncation",
-})  # fmt: skip
-
 
 async def make_request(engine: Engine, asked: ChatRequest, request_id: str) -> Request:
     """Renders and tokenises, and checks that prompt and answer fit the context.
@@ -157,18 +138,7 @@ def _bounded(engine: Engine, asked: ChatRequest, text: str) -> str:
 
 def render(engine: Engine, prompt: ChatPrompt) -> str:
     """The conversation as the model's template writes it, ready for the answer. Raises BadRequest."""
-    if reserved := _RESERVED_ARGS & prompt.template_args.keys():
-        raise BadRequest(f"chat_template_kwargs must not set {min(reserved)!r}", param="chat_template_kwargs")
-    if not engine.tokenizer.has_chat_template:
-        raise BadRequest(f"model {engine.name!r} has no chat template; use /v1/completions", param="model")
-    try:
-        return str(
-            engine.tokenizer.apply_chat_template(
-                prompt.messages, add_generation_prompt=True, tokenize=False, **prompt.template_args
-            )
-        )
-    except _TEMPLATE_ERRORS as error:
-        raise BadRequest(f"the model's chat template refused the messages: {error}", param="messages") from error
+    return chat_template.render(engine.tokenizer, engine.name, prompt.messages, prompt.template_args)
 
 
 def _fitting(engine: Engine, asked: ChatRequest, prompt_tokens: int) -> int:
