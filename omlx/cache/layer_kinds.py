@@ -131,6 +131,7 @@ KINDS: dict[type, LayerKind] = {
 }
 # mlx-vlm brings classes of the same names with the same fields. It may be absent, so by name.
 _VLM_MODULE = "mlx_vlm.models.cache"
+_CLASSES_BY_NAME = {cls.__name__: cls for cls in KINDS}
 _KINDS_BY_NAME = {cls.__name__: kind for cls, kind in KINDS.items()}
 
 
@@ -167,10 +168,18 @@ def _mapped(caches: Sequence[Any], change: Callable[[Any], Any]) -> list[Any]:
 
 def new_cache(model: Any, quantisation: tuple[int, int] | None = None) -> list[Any]:
     """Empty layer caches for one sequence. With a `quantisation` (group size, bits) plain layers are kept in it."""
-    caches = list(make_prompt_cache(model))
+    caches = _mapped(make_prompt_cache(model), _own)
     if quantisation is None:
         return caches
     return _mapped(caches, lambda c: QuantizedKVCache(*quantisation) if type(c) is KVCache else c)
+
+
+def _own(cache: Any) -> Any:
+    """An empty cache of mlx-vlm as mlx-lm's of the same kind: only these have a form for batches that we decode."""
+    cls, kind = type(cache), kind_of(cache)
+    if cls.__module__ != _VLM_MODULE or kind is None:
+        return cache
+    return _CLASSES_BY_NAME[cls.__name__](*kind.params(cache))
 
 
 def head_dims(caches: Sequence[Any]) -> list[int]:

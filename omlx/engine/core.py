@@ -128,8 +128,10 @@ class Engine:
 
     `context_length` is what is enforced: the model's, or less if the KV of running requests may
     not take as much; `context_note` then says so. No token stands for more than `longest_token`
-    characters.
+    characters. `vision` makes prompts with pictures (omlx.engine.vlm); None for a model that takes none.
     """
+
+    vision: Any = None
 
     def __init__(self, loaded: LoadedModel, scheduler: Scheduler, thread: MLXThread, streams: "Streams") -> None:
         self.name = loaded.name
@@ -145,6 +147,11 @@ class Engine:
         self.scheduler = scheduler
         self._thread = thread
         self._streams = streams
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """Counters that only this kind of engine has."""
+        return {}
 
     async def generate(self, request: Request) -> AsyncIterator[TokenOutput]:
         """The answer's tokens, as they are made; the last one has a `finish_reason`.

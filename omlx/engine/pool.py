@@ -5,22 +5,28 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from omlx.cache.conversation import Forgotten
+from omlx.cache.factory import CacheFactory
 from omlx.cache.grid import PrefillGrid
 from omlx.cache.layer_state import CacheLayout
 from omlx.cache.prefix_cache import CacheIdentity
 from omlx.cache.probe import PrefixProbe
 from omlx.cache.tiered_manager import Cleared, TieredCacheManager, clear_cache, open_root, stored_by_model
+from omlx.cache.vision_feature_cache import VisionFeatureSSDCache
 from omlx.engine.core import Engine, MLXThread, Streams
+from omlx.engine.vlm import VLMEngine
 from omlx.errors import ModelError, NotFound, Overloaded
 from omlx.memory_monitor import MemoryMonitor
-from omlx.model import loader
+from omlx.model import loader, vlm_loader
 from omlx.model.folder import find_model, list_models
 from omlx.model.progress import folder_bytes
 from omlx.model.runner import TextRunner, numerics
+from omlx.model.vlm_loader import VisionModel
+from omlx.model.vlm_runner import VLMRunner, vision_numerics
 from omlx.request import ImageStart
 from omlx.scheduler import Scheduler, SchedulerConfig
 from omlx.sizes import format_size
@@ -42,6 +48,7 @@ _SUMMED = (
     "kv_bytes", "kv_tokens", "running_requests", "waiting_requests", "requests", "prompt_tokens",
     "cached_ram_tokens", "cached_ssd_tokens", "prefilled_tokens", "generated_tokens", "shared_prefills",
     "recomputed_tokens", "abandoned_restores",
+    "vision_encoder_calls", "vision_encoder_s", "vision_feature_hits", "vision_feature_misses",
 )  # fmt: skip
 
 
@@ -80,6 +87,7 @@ class EnginePool:
         self.memory = MemoryMonitor(self._hot, config.max_process_memory)
         self._thread = MLXThread(self._watch_memory)
         self._root: DiskStore | None = None
+        self._vision: VisionFeatureSSDCache | None = None
         self._loaded: dict[str, _Loaded] = {}
         self._locks: dict[str, asyncio.Lock] = {}
 
@@ -109,6 +117,9 @@ class EnginePool:
                 self.memory.forget(loaded.tiers)
                 written = loaded.tiers.close(max(0.1, deadline - time.monotonic() - 0.5)) and written
         self._loaded.clear()
+        if self._vision is not None:
+            written = self._vision.close(max(0.1, deadline - time.monotonic() - 0.3)) and written
+            self._vision = None
         if self._root is not None:
             written = release_store(self._root, max(0.1, deadline - time.monotonic() - 0.1)) and written
             self._root = None
@@ -255,9 +266,11 @@ class EnginePool:
     def _load(self, served: ServedModel) -> _Loaded:
         """Builds a model's whole stack; runs on the MLX thread."""
         started = time.monotonic()
-        model = loader.load(served.path, served.name, self._adapter)
-        runner = TextRunner(model, self.config.kv_bits)
-        tiers = self._cache_stack(runner)
+        vision = self._vision_model(served)
+        model = vision.loaded if vision else loader.load(served.path, served.name, self._adapter)
+        bits = self.config.kv_bits
+        runner = VLMRunner(vision, bits) if vision else TextRunner(model, bits)
+        tiers = self._cache_stack(runner, vision=vision is not None)
         streams = Streams()
         scheduler = Scheduler(runner, self.config, tiers.prefix_cache if tiers else None, streams.emit)
         if not scheduler.most_tokens:
@@ -267,15 +280,43 @@ class EnginePool:
         if tiers is not None:
             self.memory.watch(tiers)
         log.info("model %s loaded in %.1f s", served.name, time.monotonic() - started)
-        return _Loaded(Engine(model, scheduler, self._thread, streams), tiers)
+        engine = (
+            VLMEngine(vision, scheduler, self._thread, streams, *self._features(runner, tiers))
+            if vision
+            else Engine(model, scheduler, self._thread, streams)
+        )
+        return _Loaded(engine, tiers)
 
-    def _cache_stack(self, runner: TextRunner) -> TieredCacheManager | None:
+    def _vision_model(self, served: ServedModel) -> VisionModel | None:
+        """The model with its pictures; None if it has none, or if it can be served without them only."""
+        if not vlm_loader.takes_pictures(served.path):
+            return None
+        if self._adapter is None and vlm_loader.extra_installed():
+            return vlm_loader.load_vision(served.path, served.name)
+        reason = "with an adapter" if self._adapter else f"without mlx-vlm ({vlm_loader.INSTALL})"
+        log.warning("model %s takes images, but not %s: it is served as a text model", served.name, reason)
+        return None
+
+    def _features(
+        self, runner: TextRunner, tiers: TieredCacheManager | None
+    ) -> tuple[VisionFeatureSSDCache | None, str]:
+        """Where the features of images are kept, and under which name; shared by all models."""
+        if tiers is None:
+            return None, runner.name
+        if self._vision is None:
+            self._vision = CacheFactory.create_vision_feature_cache(tiers.config)
+        exact = self.config.exact != "off"
+        world = vision_numerics("features") if exact else ""
+        numbers = f"-{sha256(world.encode()).hexdigest()[:16]}" if exact else ""
+        return self._vision, f"{runner.name}-{runner.fingerprint.hex()[:16]}{numbers}"
+
+    def _cache_stack(self, runner: TextRunner, *, vision: bool) -> TieredCacheManager | None:
         layout = runner.layout
         if not isinstance(layout, CacheLayout):
             log.warning("model %s is served without a cache: %s", runner.name, layout.reason)
             return None
         grid = "any" if self.config.exact == "off" else str(PrefillGrid(self.config.block_size))
-        identity = CacheIdentity(runner.fingerprint, layout, numerics(grid))
+        identity = CacheIdentity(runner.fingerprint, layout, (vision_numerics if vision else numerics)(grid))
         return self._open_tiers(runner.name, identity)
 
     def _open_tiers(self, name: str, identity: CacheIdentity) -> TieredCacheManager | None:
@@ -308,4 +349,5 @@ def _model_figures(loaded: _Loaded) -> dict[str, Any]:
         "prefill_tokens_per_s": scheduler.prefill_speed,
         "restore_bytes_per_s": scheduler.restore_speeds,
     }
+    held |= loaded.engine.figures
     return requests | held | {"cache": loaded.tiers is not None} | (loaded.tiers.stats() if loaded.tiers else {})

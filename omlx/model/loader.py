@@ -78,15 +78,29 @@ def load(path: Path, name: str | None = None, adapter_path: Path | None = None) 
     ModelError, in one line, for a folder that cannot be used.
     """
     path = path.expanduser()
-    check_folder(path)
-    read_config(path)
-    files = read_weight_files(path)
-    _check_loadable(path)
+    files = check_loadable(path)
     adapter = None if adapter_path is None else read_adapter(adapter_path.expanduser())
     model, config = _load_weights(path, adapter)
-    tokenizer = _load_tokenizer(path, config)
+    return assembled(name or path.name, path, model, config, files, adapter)
+
+
+def assembled(
+    name: str,
+    path: Path,
+    model: nn.Module,
+    config: dict[str, Any],
+    files: list[WeightFile],
+    adapter: Adapter | None = None,
+    chat_template: str | None = None,
+) -> LoadedModel:
+    """A model with its tokenizer, and what its folder says of it. A `chat_template` goes before the tokenizer's.
+
+    Raises ModelError.
+    """
+    options = {} if chat_template is None else {"chat_template": chat_template}
+    tokenizer = _load_tokenizer(path, config, options)
     return LoadedModel(
-        name=name or path.name,
+        name=name,
         path=path,
         model=model,
         tokenizer=tokenizer,
@@ -99,11 +113,16 @@ def load(path: Path, name: str | None = None, adapter_path: Path | None = None) 
     )
 
 
-def _check_loadable(path: Path) -> None:
+def check_loadable(path: Path) -> list[WeightFile]:
+    """The weight files of a folder that seems to hold all that a model needs. Raises ModelError, in one line."""
+    check_folder(path)
+    read_config(path)
+    files = read_weight_files(path)
     if set(str(path)) & set("*?["):
         raise ModelError(f"{path}: mlx-lm cannot load from a path with '*', '?' or '[' in it")
     if not any((path / file).is_file() for file in _TOKENIZER_FILES):
         raise ModelError(f"{path}: no tokenizer ({', '.join(_TOKENIZER_FILES[:3])})")
+    return files
 
 
 def _load_weights(path: Path, adapter: Adapter | None) -> tuple[nn.Module, dict[str, Any]]:
@@ -112,13 +131,13 @@ def _load_weights(path: Path, adapter: Adapter | None) -> tuple[nn.Module, dict[
     try:
         model, config = load_model(path, lazy=True, strict=True, trust_remote_code=False)
         if mx.default_device() == mx.cpu:
-            model = _as_float32(model)
+            model = as_float32(model)
         if adapter is not None:
             loading = adapter.path
             model = _with_adapter(model, adapter)
         mx.eval(model.parameters())
     except Exception as error:  # broad: mlx-lm answers unusual files with all kinds of errors
-        raise ModelError(f"{loading}: {_one_line(error)}") from error
+        raise ModelError(f"{loading}: {one_line(error)}") from error
     return model, config
 
 
@@ -131,8 +150,11 @@ def _with_adapter(model: nn.Module, adapter: Adapter) -> nn.Module:
     return model
 
 
-def _as_float32(model: nn.Module) -> nn.Module:
-    """Scales become float32 first, so that the weights are not rounded to half precision on the way."""
+def as_float32(model: nn.Module) -> nn.Module:
+    """The model with float32 weights, none quantised.
+
+    Scales become float32 first, so that the weights are not rounded to half precision on the way.
+    """
     model.set_dtype(mx.float32)
     model = dequantize_model(model)
     model.set_dtype(mx.float32)
@@ -142,13 +164,13 @@ def _as_float32(model: nn.Module) -> nn.Module:
     return model
 
 
-def _load_tokenizer(path: Path, config: dict[str, Any]) -> TokenizerWrapper:
+def _load_tokenizer(path: Path, config: dict[str, Any], options: dict[str, Any]) -> TokenizerWrapper:
     """trust_remote_code is given as False because transformers would otherwise ask on the terminal."""
     end = _lookup(config, "eos_token_id")
     try:
-        return load_tokenizer(path, {"trust_remote_code": False}, eos_token_ids=end)
+        return load_tokenizer(path, {"trust_remote_code": False} | options, eos_token_ids=end)
     except Exception as error:  # broad: transformers and tokenizers raise all kinds of errors
-        reason = "it needs its own code, which omlx never runs" if _has_own_code(path) else _one_line(error)
+        reason = "it needs its own code, which omlx never runs" if _has_own_code(path) else one_line(error)
         raise ModelError(f"{path}: tokenizer: {reason}") from error
 
 
@@ -168,7 +190,8 @@ def _fingerprint(path: Path, files: list[WeightFile], adapter: Adapter | None) -
         raise ModelError(f"{path}: {error}") from error
 
 
-def _one_line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
+    """What an error says, short enough for a message."""
     text = " ".join(str(error).split()) or type(error).__name__
     if isinstance(error, KeyError):
         text = f"missing {text}"

@@ -49,16 +49,17 @@ class ModelRunner(Protocol):
 
 
 class TextRunner:
-    """A language model of mlx-lm. With `kv_bits` (8 or 4) its plain KV layers are quantised from the first token on.
+    """A language model of mlx-lm, or another that is run by the `decoder` given.
 
-    Raises ModelError if they cannot be.
+    With `kv_bits` (8 or 4) its plain KV layers are quantised from the first token on. Raises ModelError if they cannot
+    be.
     """
 
     takes_rope_deltas = False
 
-    def __init__(self, loaded: LoadedModel, kv_bits: int | None = None) -> None:
+    def __init__(self, loaded: LoadedModel, kv_bits: int | None = None, decoder: Any = None) -> None:
         self.name = loaded.name
-        self.decoder = loaded.model
+        self.decoder = loaded.model if decoder is None else decoder
         self.fingerprint = loaded.fingerprint
         self.context_length = loaded.context_length
         self.vocab_size = loaded.vocab_size
@@ -102,14 +103,19 @@ class TextRunner:
         return ModelError(f"--kv-bits {bits}: the KV cache of {self.name} cannot be quantised ({reason}); leave it out")
 
     def new_cache(self) -> list[Any]:
-        return layer_state.new_cache(self.decoder, self._quantisation)
+        return layer_state.new_cache(self._layers_of, self._quantisation)
+
+    @property
+    def _layers_of(self) -> Any:
+        """The module whose layers keep state."""
+        return self.decoder
 
     def prefill(
         self, tokens: Sequence[int], caches: list[Any], start: int = 0, vision: PromptVision | None = None
     ) -> None:
         layer_state.settle(caches)
         # Only the caches are evaluated, so the output head is never computed.
-        self.decoder(mx.array([tokens]), cache=caches)
+        self._forward(tokens, caches, start, vision)
         layer_state.evaluate(caches)
         # What the pass worked with: on a GPU MLX keeps it for later arrays of the same size, and
         # chunks differ in size.
@@ -117,8 +123,13 @@ class TextRunner:
 
     def logits(self, token: int, caches: list[Any], start: int = 0, vision: PromptVision | None = None) -> mx.array:
         layer_state.settle(caches)
-        logits: mx.array = self.decoder(mx.array([[token]]), cache=caches)
-        return logits[:, -1]
+        return self._forward([token], caches, start, vision)[:, -1]
+
+    def _forward(self, tokens: Sequence[int], caches: list[Any], start: int, vision: PromptVision | None) -> mx.array:
+        """The logits (1, tokens, vocab) of one pass, not evaluated yet. A text model knows no pictures."""
+        del start, vision
+        logits: mx.array = self.decoder(mx.array([tokens]), cache=caches)
+        return logits
 
 
 def numerics(grid: str) -> str:

@@ -1,13 +1,13 @@
 """A tiny model for tests: an ordinary model folder with random weights, made in milliseconds."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from omlx.testing.byte_tokenizer import write_byte_tokenizer, write_json
 
 _HIDDEN = 64
 _HEADS = 4
@@ -45,7 +45,7 @@ def make_tiny_model(folder: Path, *, seed: int = 0, layers: int = 2, vocab: int 
         raise ValueError(f"vocab must be at least {256 + len(_SPECIAL)}, not {vocab}")
     folder.mkdir(parents=True, exist_ok=True)
     save_file(_weights(seed, layers, vocab), folder / "model.safetensors", metadata={"format": "mlx"})
-    _write_json(folder / "config.json", _config(layers, vocab, context))
+    write_json(folder / "config.json", _config(layers, vocab, context))
     _write_tokenizer(folder, context)
     return folder
 
@@ -93,32 +93,6 @@ def _weights(seed: int, layers: int, vocab: int) -> dict[str, NDArray[np.float32
 
 
 def _write_tokenizer(folder: Path, context: int) -> None:
-    tokenizer = Tokenizer(models.BPE(vocab=_vocabulary(), merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in _SPECIAL])
-    tokenizer.save(str(folder / "tokenizer.json"))
     end, start, stop = _SPECIAL
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": context,
-        "clean_up_tokenization_spaces": False,
-        "bos_token": start,
-        "eos_token": stop,
-        "unk_token": end,
-        "pad_token": end,
-        "chat_template": _CHAT_TEMPLATE,
-    }
-    _write_json(folder / "tokenizer_config.json", config)
-
-
-def _vocabulary() -> dict[str, int]:
-    """Byte-level BPE writes each byte as one visible character: itself where that is one, else U+0100 onwards."""
-    visible = [byte for byte in range(256) if 33 <= byte <= 126 or 161 <= byte <= 172 or byte >= 174]
-    hidden = [byte for byte in range(256) if byte not in visible]
-    characters = {byte: chr(byte) for byte in visible} | {byte: chr(256 + i) for i, byte in enumerate(hidden)}
-    return {characters[byte]: byte for byte in range(256)}
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    tokens = {"bos_token": start, "eos_token": stop, "unk_token": end, "pad_token": end}
+    write_byte_tokenizer(folder, _SPECIAL, tokens | {"model_max_length": context, "chat_template": _CHAT_TEMPLATE})
