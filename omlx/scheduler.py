@@ -155,6 +155,7 @@ class Scheduler:
         self._chunk_time = ChunkTime()
         self._stored = StoredPrefixes(prefix_cache, self._chunk_time, self.stats) if prefix_cache else None
         self._oldest_next = False
+        self._unready: _Row | None = None  # its pictures had the last turn, and are to have more
         self.squeezed = False
         self._layout = runner.layout if isinstance(runner.layout, CacheLayout) else None
 
@@ -356,7 +357,8 @@ class Scheduler:
             if row.remaining:
                 left, before = budget - (time.monotonic() - started), row.position
                 self._guard(row, partial(self._chunk, seconds=left))
-                if row in self._prefilling and row.position == before:
+                self._unready = row if row in self._prefilling and row.position == before else None
+                if self._unready is not None:
                     return  # a piece of work on its pictures: now others have a turn
             if not row.remaining and row in self._prefilling:
                 self._guard(row, self._start_answer)
@@ -385,12 +387,12 @@ class Scheduler:
 
     def _peek(self) -> _Row | None:
         """Shortest remaining prompt first (of a row or of one that waits for it), so that short questions do
-        not wait for long documents; every second turn goes to the oldest, so that those are not starved."""
-        if not self._prefilling:
+        not wait for long documents; every second turn goes to the oldest, so that those are not starved. None of
+        this for a row whose pictures had the last turn: others come first."""
+        rows = [row for row in self._prefilling if row is not self._unready] or self._prefilling
+        if not rows:
             return None
-        if self._oldest_next:
-            return self._prefilling[0]
-        return min(self._prefilling, key=self._shared.remaining)
+        return rows[0] if self._oldest_next else min(rows, key=self._shared.remaining)
 
     def _smallest_chunk(self, row: _Row) -> int:
         if self._grid is None:
@@ -571,6 +573,8 @@ class Scheduler:
             self._prefilling.remove(row)
         if row in self._paused:
             self._paused.remove(row)
+        if row is self._unready:
+            self._unready = None
         if row.request.vision is not None:
             row.request.vision.release()
         if self._decoding.pop(row.id, None) is not None:

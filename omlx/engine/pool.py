@@ -21,11 +21,11 @@ from omlx.engine.core import Engine, MLXThread, Streams
 from omlx.engine.vlm import VLMEngine
 from omlx.errors import ModelError, NotFound, Overloaded
 from omlx.memory_monitor import MemoryMonitor
-from omlx.model import loader, vlm_loader
 from omlx.model.folder import find_model, list_models
+from omlx.model.loader import LoadedModel
 from omlx.model.progress import folder_bytes
 from omlx.model.runner import TextRunner, numerics
-from omlx.model.vlm_loader import VisionModel
+from omlx.model.vlm_loader import VisionModel, load_any
 from omlx.model.vlm_runner import VLMRunner, vision_numerics
 from omlx.request import ImageStart
 from omlx.scheduler import Scheduler, SchedulerConfig
@@ -266,11 +266,10 @@ class EnginePool:
     def _load(self, served: ServedModel) -> _Loaded:
         """Builds a model's whole stack; runs on the MLX thread."""
         started = time.monotonic()
-        vision = self._vision_model(served)
-        model = vision.loaded if vision else loader.load(served.path, served.name, self._adapter)
-        bits = self.config.kv_bits
-        runner = VLMRunner(vision, bits) if vision else TextRunner(model, bits)
-        tiers = self._cache_stack(runner, vision=vision is not None)
+        model = load_any(served.path, served.name, self._adapter)
+        vision, bits = isinstance(model, VisionModel), self.config.kv_bits
+        runner = VLMRunner(model, bits) if isinstance(model, VisionModel) else TextRunner(model, bits)
+        tiers = self._cache_stack(runner, vision=vision)
         streams = Streams()
         scheduler = Scheduler(runner, self.config, tiers.prefix_cache if tiers else None, streams.emit)
         if not scheduler.most_tokens:
@@ -280,22 +279,19 @@ class EnginePool:
         if tiers is not None:
             self.memory.watch(tiers)
         log.info("model %s loaded in %.1f s", served.name, time.monotonic() - started)
-        engine = (
-            VLMEngine(vision, scheduler, self._thread, streams, *self._features(runner, tiers))
-            if vision
-            else Engine(model, scheduler, self._thread, streams)
-        )
-        return _Loaded(engine, tiers)
+        return _Loaded(self._engine(model, scheduler, streams, runner, tiers), tiers)
 
-    def _vision_model(self, served: ServedModel) -> VisionModel | None:
-        """The model with its pictures; None if it has none, or if it can be served without them only."""
-        if not vlm_loader.takes_pictures(served.path):
-            return None
-        if self._adapter is None and vlm_loader.extra_installed():
-            return vlm_loader.load_vision(served.path, served.name)
-        reason = "with an adapter" if self._adapter else f"without mlx-vlm ({vlm_loader.INSTALL})"
-        log.warning("model %s takes images, but not %s: it is served as a text model", served.name, reason)
-        return None
+    def _engine(
+        self,
+        model: VisionModel | LoadedModel,
+        scheduler: Scheduler,
+        streams: Streams,
+        runner: TextRunner,
+        tiers: TieredCacheManager | None,
+    ) -> Engine:
+        if isinstance(model, VisionModel):
+            return VLMEngine(model, scheduler, self._thread, streams, *self._features(runner, tiers))
+        return Engine(model, scheduler, self._thread, streams)
 
     def _features(
         self, runner: TextRunner, tiers: TieredCacheManager | None

@@ -145,6 +145,7 @@ class VLMEngine(Engine):
     def _encode(self, encoding: _Encoding, steps: Steps) -> None:
         started = time.monotonic()
         try:
+            next(steps)
             while time.monotonic() - started < _PIECE_S:
                 next(steps)
         except StopIteration as done:

@@ -18,7 +18,7 @@ from mlx_lm.utils import load_config
 
 from omlx.errors import ModelError
 from omlx.model.folder import WeightFile, read_config, weight_paths
-from omlx.model.loader import LoadedModel, as_float32, assembled, check_loadable, one_line
+from omlx.model.loader import LoadedModel, as_float32, assembled, check_loadable, load, one_line
 from omlx.model.vision_families import FAMILIES
 from omlx.model.vision_family import Files, VisionFamily
 
@@ -50,8 +50,25 @@ def takes_pictures(path: Path) -> bool:
     return any(word in file.header for file in check_loadable(path) for word in _VISION_TENSORS)
 
 
-def extra_installed() -> bool:
-    """Whether mlx-vlm is there."""
+def load_any(path: Path, name: str, adapter: Path | None = None) -> VisionModel | LoadedModel:
+    """A model with its way with pictures, if it takes some; else like `loader.load`.
+
+    Without the extra, and with an adapter, it is loaded as a text model, if mlx-lm knows its type. Raises ModelError.
+    """
+    if not takes_pictures(path):
+        return load(path, name, adapter)
+    if adapter is None and _extra_installed():
+        return load_vision(path, name)
+    lack = f"needs the extra vision ({INSTALL})" if adapter is None else "does not work with an adapter"
+    try:
+        model = load(path, name, adapter)
+    except ModelError as error:
+        raise ModelError(f"{error}; that it takes images {lack}") from error
+    log.warning("model %s is served as a text model: that it takes images %s", name, lack)
+    return model
+
+
+def _extra_installed() -> bool:
     return find_spec("mlx_vlm") is not None
 
 

@@ -7,8 +7,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
-
 from omlx.cache.vision_feature_cache import VisionFeatureSSDCache
 from omlx.engine.core import MLXThread, Streams
 from omlx.engine.vlm import VLMEngine
@@ -100,6 +98,3 @@ class VisionBench(Bench):
         assert self.failures == {}
         return request
 
-
-def numbers(array: mx.array) -> list[float]:
-    return array.reshape(-1).tolist()
