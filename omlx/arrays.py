@@ -82,7 +82,7 @@ class ArrayPool:
 
         Their memory belongs to the caller alone. `key` names what `make` makes.
         """
-        for lent in self._lent:
+        for lent in reversed(self._lent):  # what was used last may be in the processor's cache still
             if lent.key == key and size <= lent.size <= size + size // 4 and _is_idle(lent):
                 _own(lent)
                 lent.ours = False
@@ -91,6 +91,11 @@ class ArrayPool:
             lent = _Lent(key, _roomy(size), make(_roomy(size)))
         self._remember(lent)
         return list(lent.arrays)
+
+    def give(self, key: Hashable, arrays: list[mx.array]) -> None:
+        """Takes over evaluated arrays that own their memory, to be handed out as of size 1 once they are idle."""
+        known = next((lent for lent in self._lent if any(array is arrays[0] for array in lent.arrays)), None)
+        self._remember(known or _Lent(key, 1, arrays))
 
     def settle(self) -> None:
         """Does now what would hold up the next `take`, for arrays that are idle already."""

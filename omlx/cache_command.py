@@ -22,7 +22,7 @@ from omlx.sizes import format_size, parse_duration, quoted
 from omlx.storage import clearing, survey
 from omlx.storage.block_table import Entry
 from omlx.storage.folder import StoreLocked, folder_name, model_of
-from omlx.storage.survey import FeatureFile, FolderUsage
+from omlx.storage.survey import FeatureUsage, FolderUsage
 
 _SHOWN = 100  # rows of `omlx cache list`, unless another number is asked for
 _CLEAR_TIMEOUT_S = 60.0
@@ -35,7 +35,7 @@ def stats(settings: Settings, model: str | None, as_json: bool, url: str | None)
     holder = survey.holder(root)
     ram = _in_ram(settings, root, url, model)
     found = _with_those_in_ram(survey.usage(_blocks(root, model)), ram)
-    images = survey.features(root, _wanted(model))
+    images = survey.feature_usage(survey.features(root, _wanted(model)))
     if as_json:
         _print_json(
             _stats_json(found, images, ram)
@@ -45,7 +45,7 @@ def stats(settings: Settings, model: str | None, as_json: bool, url: str | None)
     if found:
         _print_usage(found, ram)
     if images:
-        _say(f"features of {len(images)} images, {format_size(sum(image.nbytes for image in images))}")
+        _say(f"features of {sum(u.images for u in images)} images, {format_size(sum(u.nbytes for u in images))}")
     # A server has a limit of its own; these settings are those of this command.
     state = f"in use by process {holder}" if holder else f"not in use, limit {format_size(limit)}"
     _say(f"{root}: {state}{'' if found else ', no blocks'}")
@@ -53,11 +53,13 @@ def stats(settings: Settings, model: str | None, as_json: bool, url: str | None)
 
 
 def list_blocks(settings: Settings, model: str | None, as_json: bool, limit: int | None) -> int:
-    """Shows every block, the last used first; returns the exit status."""
-    found = _blocks(_root(settings), model)[::-1]
+    """Shows every block, the last used first, and what there is of pictures; returns the exit status."""
+    root = _root(settings)
+    found = _blocks(root, model)[::-1]
+    images = survey.feature_usage(survey.features(root, _wanted(model)))
     most = (None if as_json else _SHOWN) if limit is None else limit or None
     if as_json:
-        _print_json([_block_json(entry) for entry in found[:most]])
+        _print_json([*(_block_json(entry) for entry in found[:most]), *map(_features_json, images)])
         return 0
     table = _table("model", "block", ">from", ">tokens", ">size", "last used")
     for e in found[:most]:
@@ -67,6 +69,8 @@ def list_blocks(settings: Settings, model: str | None, as_json: bool, limit: int
     Console().print(table)
     hidden = len(found[most:]) if most else 0
     _say(f"{len(found)} blocks" + (f", {hidden} more than shown here (--limit 0 shows all)" if hidden else ""))
+    if images:
+        _print_features(images)
     return 0
 
 
@@ -74,14 +78,16 @@ def verify(settings: Settings, model: str | None, as_json: bool) -> int:
     """Compares index and files and checks every checksum; returns 1 if something is wrong, after a line for each."""
     root = _root(settings)
     blocks = _blocks(root, model)
+    images = len(survey.features(root, _wanted(model)))
     problems = [problem.text for problem in survey.verify(root, _wanted(model))]
     if as_json:
-        _print_json({"folder": str(root), "blocks": len(blocks), "problems": problems})
+        _print_json({"folder": str(root), "blocks": len(blocks), "images": images, "problems": problems})
     else:
         for text in problems:
             _say(" ".join(text.split("\n")))
         if not problems:
-            _say(f"{root}: {len(blocks)} blocks, all as they should be")
+            features = f" and the features of {images} images" if images else ""
+            _say(f"{root}: {len(blocks)} blocks{features}, all as they should be")
     return 1 if problems else 0
 
 
@@ -216,7 +222,9 @@ def _blocks(root: Path, model: str | None) -> list[Entry]:
     """The blocks of a model, or all. Raises NotFound for a model that has none."""
     found = survey.blocks(root, _wanted(model))
     if model is not None and not found and not survey.features(root, _wanted(model)):
-        there = ", ".join(sorted({_shown(entry.folder) for entry in survey.blocks(root)})) or "none"
+        models = {_shown(entry.folder) for entry in survey.blocks(root)}
+        models |= {usage.model for usage in survey.feature_usage(survey.features(root))}
+        there = ", ".join(sorted(models)) or "none"
         raise NotFound(f"no blocks of model {model!r} in {root}; models there: {there}")
     return found
 
@@ -321,8 +329,22 @@ def _print_usage(found: list[FolderUsage], ram: _Ram) -> None:
     Console().print(table)
 
 
-def _stats_json(found: list[FolderUsage], images: list[FeatureFile], ram: _Ram) -> dict[str, Any]:
-    features = {"images": len(images), "bytes": sum(image.nbytes for image in images)}
+def _print_features(found: list[FeatureUsage]) -> None:
+    table = _table("model", "features of", ">images", ">size", "last used")
+    for u in found:
+        table.add_row(escape(u.model), escape(u.model_name), str(u.images), format_size(u.nbytes), _when(u.used_ns))
+    Console().print(table)
+
+
+def _features_json(u: FeatureUsage) -> dict[str, Any]:
+    return {
+        "model": u.model, "features_of": u.model_name, "images": u.images, "bytes": u.nbytes, "last_used_ns": u.used_ns,
+    }  # fmt: skip
+
+
+def _stats_json(found: list[FolderUsage], images: list[FeatureUsage], ram: _Ram) -> dict[str, Any]:
+    features: dict[str, Any] = {"images": sum(u.images for u in images), "bytes": sum(u.nbytes for u in images)}
+    features["models"] = [_features_json(u) for u in images]
     total = {"blocks": sum(u.blocks for u in found), "bytes": sum(u.nbytes for u in found)}
     models = [_usage_json(u) | {"ram": _ram_json(u.folder, ram)} for u in found]
     return {"models": models, "features": features, "total": total}

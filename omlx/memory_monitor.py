@@ -46,8 +46,8 @@ class MemoryMonitor:
     """Watches the hot tier of some models and the process; thread-safe.
 
     `check` is called between the steps of the thread that does all work, where memory is taken. Over a limit, MLX
-    gives back what it only keeps, then blocks go to the cold tier: of models without running requests
-    first, then of those with most in RAM.
+    gives back what it only keeps, then features of pictures leave RAM, which a prompt with cached blocks does not
+    need; then blocks go to the cold tier: of models without running requests first, then of those with most in RAM.
 
     `process_memory` gives the bytes that are held against the limit, for tests.
     """
@@ -97,7 +97,7 @@ class MemoryMonitor:
         )
 
     def check(self, *, now: bool = False) -> int:
-        """Evicts what is over a limit; returns the bytes freed in the hot tier.
+        """Evicts what is over a limit; returns the bytes freed in RAM.
 
         Looks at the process at most once an interval, unless `now` (`looks` counts). Never waits for a disk.
         `excess` then is what the process still is over its limit: what eviction alone could not mend.
@@ -111,11 +111,11 @@ class MemoryMonitor:
         if self.excess and mx.get_cache_memory():
             mx.clear_cache()
             self.excess = self._over_process_limit()
-        wanted = max(self.excess, self._hot.bytes - self._hot.max_bytes)
-        if wanted <= 0:
+        if max(self.excess, self._over_hot_limit()) <= 0:
             self._said = False
             return 0
-        freed = self._evict(wanted)
+        freed = self._evict_features(self.excess)
+        freed += self._evict(max(self.excess - freed, self._over_hot_limit()))
         if self.excess:
             if freed and _malloc_trim is not None:
                 _malloc_trim(0)
@@ -123,12 +123,20 @@ class MemoryMonitor:
             self.excess = max(0, self.excess - freed)
         return freed
 
+    def _evict_features(self, nbytes: int) -> int:
+        freed = 0
+        for manager in self._watched():
+            if freed >= nbytes:
+                break
+            freed += manager.evict_features(nbytes - freed)
+        return freed
+
     def _evict(self, nbytes: int) -> int:
         freed = 0
         for manager in self._in_order():
-            freed += manager.evict_blocks_to_cold(nbytes - freed, wait_s=0)
             if freed >= nbytes:
                 break
+            freed += manager.evict_blocks_to_cold(nbytes - freed, wait_s=0)
         return freed
 
     def _in_order(self) -> list[TieredCacheManager]:
@@ -139,6 +147,9 @@ class MemoryMonitor:
     def _watched(self) -> list[TieredCacheManager]:
         with self._lock:
             return list(self._managers)
+
+    def _over_hot_limit(self) -> int:
+        return self._hot.bytes - self._hot.max_bytes
 
     def _over_process_limit(self) -> int:
         return max(0, self._process_memory() - self.max_process_memory) if self.max_process_memory else 0
@@ -152,7 +163,7 @@ class MemoryMonitor:
         """Once, until memory is below the limit again."""
         if not self._said:
             log.warning(
-                "the process is %s over --max-process-memory (%s): %s of stored blocks leave RAM",
+                "the process is %s over --max-process-memory (%s): %s of what is stored leaves RAM",
                 format_size(self.excess), format_size(self.max_process_memory), format_size(freed),
             )  # fmt: skip
         self._said = True

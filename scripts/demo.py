@@ -73,11 +73,16 @@ class Server:
 
 
 def main() -> int:
+    return perform(lambda folder: show(*ask_three_times(folder)))
+
+
+def perform(play: Callable[[Path], None]) -> int:
+    """Runs a demo in a folder of its own, which is removed; returns the exit status."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _interrupt)
     folder = Path(tempfile.mkdtemp(prefix="omlx-demo-"))
     try:
-        show(*ask_three_times(folder))
+        play(folder)
     except DemoError as error:
         console.print(f"demo failed: {error}", style="bold red", markup=False, highlight=False)
         return 1
@@ -96,24 +101,24 @@ def _interrupt(_signal: int, _frame: FrameType | None) -> NoReturn:
 def ask_three_times(folder: Path) -> tuple[Answer, Answer, Answer]:
     """Cold, RAM and SSD, each checked as soon as it is there."""
     with running_server(folder) as server:
-        cold = ask(server, "cold")
+        cold = ask(server, "cold", body())
         check_cold(cold)
-        ram = ask(server, "again, from RAM")
+        ram = ask(server, "again, from RAM", body())
         check_warm("RAM", ram, cold)
     with running_server(folder) as server:
-        ssd = ask(server, "after a restart, from SSD")
+        ssd = ask(server, "after a restart, from SSD", body())
         check_warm("SSD", ssd, cold)
     return cold, ram, ssd
 
 
 @contextmanager
-def running_server(folder: Path) -> Iterator[Server]:
+def running_server(folder: Path, model: str = MODEL) -> Iterator[Server]:
     """`omlx serve` on a free port, ready; stopped when the block ends, however it ends."""
     port, key, log = free_port(), secrets.token_hex(16), folder / "server.log"
     with log.open("wb") as output:
         # A session of its own: Ctrl-C reaches this program alone, which then stops the server.
         process = subprocess.Popen(
-            serve_command(folder / "cache", port, key),
+            serve_command(folder / "cache", port, key, model),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -128,13 +133,13 @@ def running_server(folder: Path) -> Iterator[Server]:
         stop(process)
 
 
-def serve_command(cache: Path, port: int, key: str) -> list[str]:
+def serve_command(cache: Path, port: int, key: str, model: str) -> list[str]:
     """The command line; settings that matter here are flags, whatever a settings file says."""
     omlx = Path(sys.executable).with_name("omlx")
     if not omlx.exists():
         raise DemoError(f"no omlx command beside {sys.executable}; run `make demo`")
     flags = {
-        "--model": MODEL,
+        "--model": model,
         "--host": "127.0.0.1",
         "--port": str(port),
         "--api-key": key,
@@ -189,14 +194,14 @@ def last_lines(log: Path, count: int = 15) -> str:
     return "\n".join(log.read_text(errors="replace").splitlines()[-count:])
 
 
-def ask(server: Server, title: str) -> Answer:
-    """The question over the document, streamed, with a bar while the prompt is worked on."""
+def ask(server: Server, title: str, body: dict[str, Any]) -> Answer:
+    """A chat completion, streamed, with a bar while the prompt is worked on."""
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[note]}"), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress, server.client() as client:
         bar = progress.add_task(title, total=None, note="prefill")
         started = time.monotonic()
         try:
-            with client.stream("POST", "/v1/chat/completions", json=body()) as response:
+            with client.stream("POST", "/v1/chat/completions", json=body) as response:
                 if response.status_code != 200:
                     raise DemoError(f"status {response.status_code}: {response.read().decode(errors='replace')}")
                 answer = read_stream(response.iter_lines(), started, lambda *done: show_prefill(progress, bar, *done))

@@ -1,3 +1,5 @@
+import copy
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -133,3 +135,41 @@ def test_the_pool_may_be_emptied_in_the_middle_of_a_take(monkeypatch):
 
     monkeypatch.setattr(arrays, "_holders", emptied)
     assert len(pool.take("k", 8, make)) == 2
+
+
+def big(value: int) -> mx.array:
+    array = mx.full((KB, KB // 4), value, mx.float32)
+    mx.eval(array)
+    return array
+
+
+def test_memory_that_was_given_is_used_once_nobody_else_has_it():
+    pool, array = ArrayPool(100 * KB * KB), big(1)
+    place = places([array])
+    view = as_numpy(array)
+    pool.give("k", [array])
+    taken = pool.take("k", 1, lambda _: [big(2)])
+    assert places(taken) != place and mx.all(array == 1).item()  # the caller and a view still have it
+    del array
+    again = pool.take("k", 1, lambda _: [big(2)])
+    assert places(again) != place and view[0, 0] == 1
+    del view
+    assert places(pool.take("k", 1, lambda _: [big(2)])) == place
+
+
+def test_what_was_taken_and_is_given_back_is_not_handed_out_twice():
+    pool = ArrayPool(100 * KB * KB)
+    (taken,) = pool.take("k", 1, lambda _: [big(1)])
+    pool.give("k", [taken])
+    del taken
+    first, second = (pool.take("k", 1, lambda _: [big(2)]) for _ in range(2))
+    assert places(first) != places(second)
+
+
+def test_other_arrays_over_memory_that_was_given_keep_their_values():
+    pool, array = ArrayPool(100 * KB * KB), big(5)
+    pool.give("k", [array])
+    kept = copy.copy(array)
+    del array
+    fill(pool.take("k", 1, lambda _: [big(2)]), 6)
+    assert mx.all(kept == 5).item()

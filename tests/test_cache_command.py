@@ -25,7 +25,8 @@ from omlx.server import create_app
 from omlx.settings import Settings
 from omlx.storage import survey
 from omlx.storage.disk_index import read_index
-from omlx.storage.folder import folder_name, model_of
+from omlx.storage.feature_file import FeatureKey, feature_model_name, feature_name
+from omlx.storage.folder import VISION_FOLDER, folder_name, model_of
 from omlx.storage.tensor_file import BlockBuffer, TensorSpec
 from omlx.testing import make_tiny_model
 from tests.api.serving import served
@@ -345,6 +346,88 @@ def test_image_features_are_counted_verified_and_cleared(root: Path, capsys: pyt
     assert sorted(path.name for path in (root / "vision").iterdir()) == ["a_org%2Fbig.npy", "mine_small.npy"]
 
 
+def feature_files(root: Path) -> dict[str, Path]:
+    """Features of two pictures for a model, one of them under other weights too, and of one for another model."""
+    cache = VisionFeatureSSDCache(root / VISION_FOLDER, free_reserve_bytes=0)
+    named = {"a": ("h1", b"\x01" * 32), "b": ("h2", b"\x01" * 32), "c": ("h1", b"\x02" * 32)}
+    for key, (image, fingerprint) in named.items():
+        cache.put(image, feature_model_name("org/big", fingerprint, "cpu"), mx.full((16,), ord(key)))
+    cache.put("h1", feature_model_name("pictures only", b"\x03" * 32), mx.ones((16,)))
+    cache.close()
+    keys = {
+        key: FeatureKey(image, feature_model_name("org/big", print_, "cpu")) for key, (image, print_) in named.items()
+    }
+    keys["other"] = FeatureKey("h1", feature_model_name("pictures only", b"\x03" * 32))
+    found = {key: root / VISION_FOLDER / feature_name(one) for key, one in keys.items()}
+    assert all(path.is_file() for path in found.values())
+    return found
+
+
+def test_list_and_stats_show_features_by_the_name_they_are_kept_under(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = feature_files(root)
+    sizes = {key: path.stat().st_size for key, path in paths.items()}
+    os.utime(paths["b"], ns=(10**18, 10**18))
+    listed = asked(root, capsys, "list")
+    assert len([entry for entry in listed if "hash" in entry]) == 5
+    features = [entry for entry in listed if "images" in entry]
+    assert [(f["model"], f["images"]) for f in features] == [("org/big", 2), ("org/big", 1), ("pictures only", 1)]
+    assert [f["bytes"] for f in features] == [sizes["a"] + sizes["b"], sizes["c"], sizes["other"]]
+    assert features[0]["last_used_ns"] == paths["a"].stat().st_mtime_ns
+    assert features[2]["features_of"] == "pictures only-0303030303030303"
+    assert asked(root, capsys, "stats")["features"] == {"images": 4, "bytes": sum(sizes.values()), "models": features}
+    assert [f["model"] for f in asked(root, capsys, "list", "--model", "pictures only")] == ["pictures only"]
+    assert omlx(root, "list") == 0
+    shown = capsys.readouterr().out
+    assert "5 blocks\n" in shown and "org/big-0202020202020202." in shown and "pictures only-0303030303030303" in shown
+
+
+def test_clear_takes_the_features_of_a_model_under_all_weights(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = feature_files(root)
+    assert asked(root, capsys, "clear", "--model", "org/big")["images"] == 3
+    assert [key for key, path in paths.items() if path.exists()] == ["other"]
+    assert asked(root, capsys, "clear", "--model", "pictures only")["images"] == 1
+    assert not (root / VISION_FOLDER).exists() and len(block_files(root, "small")) == 2
+    paths = feature_files(root)
+    (root / VISION_FOLDER / ".omlx-4000000.tmp").write_bytes(b"half of it")
+    (root / VISION_FOLDER / f".omlx-{os.getppid()}.tmp").write_bytes(b"somebody writes it")
+    assert asked(root, capsys, "clear")["images"] == 4
+    assert [path.name for path in (root / VISION_FOLDER).iterdir()] == [f".omlx-{os.getppid()}.tmp"]
+
+
+def test_a_misspelt_model_is_told_of_those_with_features_only(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    feature_files(root)
+    assert omlx(root, "clear", "--model", "picture only") == 1
+    assert "models there: org/big, pictures only, small" in complaint(capsys)
+
+
+def test_verify_names_features_files_that_are_damaged_cut_swapped_or_left_half_written(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = feature_files(root)
+    assert omlx(root, "verify") == 0 and "5 blocks and the features of 4 images, all as they" in capsys.readouterr().out
+    data = paths["a"].read_bytes()
+    paths["a"].write_bytes(data[:150] + b"?" + data[151:])
+    os.truncate(paths["c"], 100)
+    other = paths["other"].read_bytes()
+    paths["other"].write_bytes(paths["b"].read_bytes())
+    left = root / VISION_FOLDER / ".omlx-4000000.tmp"
+    left.write_bytes(b"half of it")
+    (root / VISION_FOLDER / "notes.npy").write_bytes(b"mine")  # no name as ours
+    problems = asked(root, capsys, "verify", status=1)["problems"]
+    assert [problem.split(" is a temporary file that nobody finished, of ")[0] for problem in problems] == [
+        str(left),
+        f"{paths['c']} is cut off, or no features file",
+        f"{paths['other']} holds what {paths['b'].name} should",
+        f"{paths['a']} is damaged: it was changed, or holds the features of another image",
+    ]
+    some = asked(root, capsys, "verify", "--model", "org/big", status=1)["problems"]
+    assert some == [problems[1], problems[3]]
+    paths["other"].write_bytes(other)
+    assert asked(root, capsys, "verify", "--model", "pictures only")["images"] == 1
+
+
 def test_a_misspelt_model_clears_nothing(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = files(root)
     assert omlx(root, "clear", "--model", "smal") == 1
@@ -490,7 +573,8 @@ def test_the_real_server_deletes_a_conversation_and_what_is_old(
         (shown,) = asked(root, capsys, "stats", "--url", url)["models"]
         assert (shown["model"], shown["blocks"], shown["bytes"]) == ("tiny", 0, 0)  # all is in RAM
         assert shown["ram"]["blocks"] >= 6 and shown["ram"]["bytes"] > 0 and shown["last_used_ns"] > 0
-        assert asked(root, capsys, "clear", "--older-than", "1h", "--url", url) == {"blocks": 0, "bytes": 0}
+        done = asked(root, capsys, "clear", "--older-than", "1h", "--url", url)
+        assert done == {"blocks": 0, "bytes": 0, "images": 0}
         file = write_body(tmp_path, chats[0] | {"temperature": 0.5})
         assert omlx(root, "clear", "--conversation", file, "--url", url) == 0
         lines = capsys.readouterr().out.splitlines()
@@ -599,7 +683,7 @@ def test_the_real_server_clears_its_folder(tmp_path: Path, capsys: pytest.Captur
         before = asked(root, capsys, "stats")["total"]
         assert before["blocks"] > 5
         assert asked(root, capsys, "verify")["problems"] == []
-        assert asked(root, capsys, "clear", "--model", "tiny", "--url", url) == before
+        assert asked(root, capsys, "clear", "--model", "tiny", "--url", url) == before | {"images": 0}
         assert omlx(root, "clear", "--model", "absent", "--url", url) == 1
         complaint(capsys)
     assert asked(root, capsys, "stats")["total"]["blocks"] == 0

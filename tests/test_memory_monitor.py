@@ -153,7 +153,7 @@ def test_what_eviction_cannot_mend_is_known_and_said_once(opened, hot, caplog):
         for _ in range(3):
             monitor.check(now=True)
     assert monitor.excess == 5 * MB and in_ram(tiers) == []
-    assert caplog.text.count("5 MB over --max-process-memory (1 GB): 2 MB of stored blocks leave RAM") == 1
+    assert caplog.text.count("5 MB over --max-process-memory (1 GB): 2 MB of what is stored leaves RAM") == 1
     over[0] = 0
     assert monitor.check(now=True) == 0 and monitor.excess == 0
     over[0] = MB

@@ -6,9 +6,10 @@ Who may come here is decided before, by `server.AdminCheck`.
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter
+from fastapi import Request as HttpRequest
 from fastapi.responses import JSONResponse, Response
 from pydantic import Field
 
@@ -17,15 +18,16 @@ from omlx.api import openai
 from omlx.api.chat import ChatRequest, EnginePool, tokenize
 from omlx.api.openai_body import Body, TokenIds, validated
 from omlx.errors import BadRequest
+from omlx.request import ImageStart, Request
 from omlx.settings import Settings, option_fields, option_name
 from omlx.sizes import parse_duration
 
 if TYPE_CHECKING:  # they load MLX, which takes seconds: the server listens before that
     from omlx.cache.conversation import Forgotten
     from omlx.cache.probe import PrefixProbe
-    from omlx.cache.tiered_manager import Cleared
+    from omlx.storage.clearing import Cleared
 
-ReadJson = Callable[[Request], Awaitable[dict[str, Any]]]
+ReadJson = Callable[[HttpRequest], Awaitable[dict[str, Any]]]
 ModelName = Annotated[str, Field(min_length=1, max_length=500)]
 
 _NO_CACHE = {
@@ -40,7 +42,11 @@ class AdminPool(EnginePool, Protocol):
 
     async def cache_figures(self) -> dict[str, Any]: ...
 
-    async def cache_probe(self, name: str, tokens: Sequence[int], salt: str = "") -> "PrefixProbe | None": ...
+    async def cache_probe(
+        self, name: str, tokens: Sequence[int], salt: str = "", images: Sequence[ImageStart] = ()
+    ) -> "PrefixProbe | None": ...
+
+    async def feature_tiers(self, name: str, digests: Sequence[bytes]) -> list[Literal["ram", "ssd"] | None]: ...
 
     async def clear_cache(self, name: str | None = None, older_than_s: float | None = None) -> "Cleared": ...
 
@@ -75,24 +81,26 @@ def router(pool: AdminPool, settings: Settings, read_json: ReadJson) -> APIRoute
     async def figures() -> Response:
         return JSONResponse({"version": __version__, **await pool.cache_figures(), "settings": _in_force(settings)})
 
-    async def prompt_of(body: dict[str, Any]) -> tuple[ChatRequest, list[int]]:
+    async def prompt_of(body: dict[str, Any]) -> tuple[str, Request]:
         asked = _asked(body)
         engine = await pool.get(asked.model)
         tokens = await asyncio.to_thread(tokenize, engine, asked)
         if not tokens:
             raise BadRequest("the prompt is empty", param=asked.prompt_field)
-        return asked, tokens
+        return asked.model, Request("admin", tokens, asked.sampling, cache_salt=asked.cache_salt)
 
-    async def probe(http: Request) -> Response:
-        asked, tokens = await prompt_of(await read_json(http))
-        found = await pool.cache_probe(asked.model, tokens, asked.cache_salt)
-        return JSONResponse({"model": asked.model, "tokens": len(tokens)} | _shown(found))
+    async def probe(http: HttpRequest) -> Response:
+        model, prompt = await prompt_of(await read_json(http))
+        found = await pool.cache_probe(model, prompt.cache_tokens(prompt.prompt), prompt.cache_salt, prompt.images)
+        tiers = await pool.feature_tiers(model, [image.digest for image in prompt.images])
+        said = {"model": model, "tokens": len(prompt.prompt)} | _shown(found)
+        return JSONResponse(said | _pictures(prompt.images, tiers))
 
-    async def clear(http: Request) -> Response:
+    async def clear(http: HttpRequest) -> Response:
         body = await read_json(http)
         if _is_conversation(body):
-            asked, tokens = await prompt_of(_up_to_the_last_question(body))
-            gone = await pool.forget_conversation(asked.model, tokens, asked.cache_salt)
+            model, prompt = await prompt_of(_up_to_the_last_question(body))
+            gone = await pool.forget_conversation(model, prompt.cache_tokens(prompt.prompt), prompt.cache_salt)
             return JSONResponse(gone._asdict())
         fields = validated(ClearBody, body)
         return JSONResponse((await pool.clear_cache(fields.model, _age(fields.older_than)))._asdict())
@@ -160,6 +168,13 @@ def _asked(body: dict[str, Any]) -> ChatRequest:
     if fields.prompt is not None:
         return openai.parse_completion(parts | {"prompt": fields.prompt})[0]
     return replace(openai.parse_completion(parts | {"prompt": fields.tokens})[0], prompt_field="tokens")
+
+
+def _pictures(images: Sequence[ImageStart], tiers: Sequence[str | None]) -> dict[str, Any]:
+    """Where each picture's features are, for a prompt that has pictures."""
+    found = zip(images, tiers, strict=True)
+    shown = [{"token": image.position, "hash": image.digest.hex(), "features": tier} for image, tier in found]
+    return {"images": shown} if shown else {}
 
 
 def _shown(probe: "PrefixProbe | None") -> dict[str, Any]:

@@ -9,13 +9,15 @@ from omlx.cache.interface import CacheManager
 from omlx.cache.paged_cache import PagedCacheManager
 from omlx.cache.paged_ssd_cache import PagedSSDCacheManager, WritePolicy
 from omlx.cache.prefix_cache import SNAPSHOT_BYTES_PER_TOKEN, BlockAwarePrefixCache, CacheIdentity
-from omlx.cache.vision_feature_cache import VisionFeatureSSDCache
+from omlx.cache.vision_feature_cache import DEFAULT_MEMORY_BYTES, VisionFeatureSSDCache
 from omlx.sizes import parse_duration, parse_size, quoted
 from omlx.storage.folder import VISION_FOLDER, folder_name
 from omlx.storage.hot_tier import HotTier
 
 GB = 1024**3
 _VISION_SHARE = 10  # features may take up a tenth of the SSD tier
+_VISION_RAM_SHARE = 4  # and a quarter as many bytes of RAM as blocks
+_VISION_ENTRIES = 10_000  # of RAM, which their bytes bound: small features cost more than their bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +29,8 @@ class CacheConfig:
     `max_process_memory`, blocks leave RAM; 0 sets no such limit. `cache_write_policy` "back" writes a
     block's file only when the block leaves RAM, and at close. What was not used for `cache_ttl` seconds
     is removed; 0 is never. Recurrent states are kept at so many places of a prompt that they add about
-    `snapshot_bytes_per_token` to each of its tokens.
+    `snapshot_bytes_per_token` to each of its tokens. A model that takes pictures keeps their features in
+    at most `max_vision_memory` of RAM, and never more than a quarter of `hot_cache_max_size`.
     """
 
     block_size: int = 64
@@ -39,10 +42,11 @@ class CacheConfig:
     cache_ttl: int = 0
     exact: ExactMode = "off"
     snapshot_bytes_per_token: int = SNAPSHOT_BYTES_PER_TOKEN
+    max_vision_memory: int = DEFAULT_MEMORY_BYTES
 
     def __post_init__(self) -> None:
         """Sizes and durations may be text ("200GB", "7d"). Raises ValueError for what is none, as everywhere else."""
-        for name in ("hot_cache_max_size", "max_paged_ssd_cache_size", "max_process_memory"):
+        for name in ("hot_cache_max_size", "max_paged_ssd_cache_size", "max_process_memory", "max_vision_memory"):
             object.__setattr__(self, name, parse_size(getattr(self, name)))
         if type(self.cache_ttl) is not int or self.cache_ttl < 0:
             object.__setattr__(self, "cache_ttl", parse_duration(self.cache_ttl, off=True))
@@ -91,13 +95,16 @@ class CacheFactory:
 
     @staticmethod
     def create_vision_feature_cache(config: CacheConfig) -> VisionFeatureSSDCache:
-        """The features of images, of all models, in a folder of their own under the cache root; else in RAM only.
+        """The features of one model's images in RAM, and those of all in a folder of their own under the cache root.
 
+        Without a cache root in RAM only.
         To be opened after the block stores, by whom the root's lock is held: its files count towards their limit.
         """
         root = config.paged_ssd_cache_dir if config.ssd_enabled else None
         return VisionFeatureSSDCache(
             root / VISION_FOLDER if root else None,
+            _VISION_ENTRIES,
+            max_memory_bytes=min(config.max_vision_memory, config.hot_cache_max_size // _VISION_RAM_SHARE),
             max_disk_bytes=config.max_paged_ssd_cache_size // _VISION_SHARE,
             ttl_s=config.cache_ttl,
         )

@@ -1,30 +1,30 @@
 """One model's whole cache stack: built, closed and answered for in one place. No request passes through it."""
 
+import time
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from omlx.cache.factory import CacheConfig, CacheFactory
 from omlx.cache.prefix_cache import CacheIdentity, PrefixCache
+from omlx.cache.vision_feature_cache import VisionFeatureSSDCache, figures
 from omlx.storage.block_ledger import FolderFigures
+from omlx.storage.clearing import Cleared
 from omlx.storage.disk_store import DEFAULT_QUEUE_BYTES, DiskStore
-from omlx.storage.folder import folder_name, model_of
+from omlx.storage.feature_file import FeatureKey, feature_model_name, served_model
+from omlx.storage.folder import VISION_FOLDER, folder_name, model_of
 from omlx.storage.hot_tier import HotTier
 from omlx.storage.open_stores import open_store, release_store
 
 _RELEASE_S = 10.0
 
 
-class Cleared(NamedTuple):
-    """How many blocks were deleted, and the bytes of their files."""
-
-    blocks: int
-    bytes: int
-
-
 class TieredCacheManager:
     """The hot tier (RAM), the cold tier (files) and the prefix cache of one model; thread-safe.
+
+    For a model that takes pictures `vision_features` has what its encoder made of them, under the name
+    `feature_model`; None for others.
 
     Args:
         max_kv_cache_memory: bytes. The bound of running requests' KV, and of the hot tier too if neither `config`
@@ -35,6 +35,7 @@ class TieredCacheManager:
         identity: what the model's KV depends on; without it `prefix_cache` serves save_block and load_block only.
         num_layers: layers of the model.
         hot_tier: a hot tier to share with other models, and with it one budget.
+        vision: whether the model takes pictures.
 
     Raises StoreLocked if another process works on `ssd_dir`, ValueError if both tiers are off. A running request's
     blocks are those in `paged_cache`'s table of it: they stay in the hot tier until it ends.
@@ -50,6 +51,7 @@ class TieredCacheManager:
         identity: CacheIdentity | None = None,
         num_layers: int = 0,
         hot_tier: HotTier | None = None,
+        vision: bool = False,
     ) -> None:
         config = config or CacheConfig(hot_cache_max_size=max_kv_cache_memory)
         self.config = replace(config, paged_ssd_cache_dir=ssd_dir)
@@ -66,6 +68,9 @@ class TieredCacheManager:
         self.prefix_cache: PrefixCache = CacheFactory.create_prefix_cache(
             self.config, None, self.paged_cache, store, identity
         )
+        fingerprint = identity.fingerprint if identity is not None else b""
+        self.feature_model = feature_model_name(model_name, fingerprint, numerics)
+        self.vision_features = CacheFactory.create_vision_feature_cache(self.config) if vision else None
 
     def evict_blocks_to_cold(self, nbytes: int, *, wait_s: float = 10.0) -> int:
         """Frees `nbytes` of this model's blocks in the hot tier, or a little more; returns the bytes freed.
@@ -76,6 +81,14 @@ class TieredCacheManager:
         """
         self.prefix_cache.drop_idle_slabs()
         return self.store.evict_from_ram(nbytes, wait_s)
+
+    def evict_features(self, nbytes: int) -> int:
+        """Frees `nbytes` of features in RAM, or a little more; returns the bytes freed. Never waits.
+
+        The least recently used go first. Those whose file cannot be queued now stay; without a cold tier they are
+        lost.
+        """
+        return 0 if self.vision_features is None else self.vision_features.evict_from_ram(nbytes)
 
     def restore_block_from_cold(self, block_id: int, block_hash: bytes) -> bool:
         """Brings a block back into the hot tier; True if it is there now. Reads files, makes no MLX call.
@@ -95,6 +108,7 @@ class TieredCacheManager:
         that was not there when it was needed; `restores` are blocks that went from files back into the hot tier.
         `expired` blocks were not used for too long. `bytes_written` is what the SSD had to take since the start,
         `unsaved_bytes` what only the hot tier has and will be written when it leaves (write policy "back").
+        `features` are those of pictures (`FeatureFigures`), of a model that takes some.
         """
         s = self.store.stats()
         held = self.paged_cache.held()
@@ -125,16 +139,29 @@ class TieredCacheManager:
             "unsaved_bytes": s.unsaved_bytes,
             "requests_with_blocks": len(held),
             "blocks_in_use": sum(held.values()),
-        }
+        } | self._feature_stats()
+
+    def _feature_stats(self) -> dict[str, Any]:
+        cache = self.vision_features
+        return {} if cache is None else {"features": figures([cache], self.feature_model)._asdict()}
+
+    def feature_tiers(self, digests: Collection[bytes]) -> list[Literal["ram", "ssd"] | None]:
+        """Where the features of pictures with these digests are now, None for those that are not kept."""
+        cache = self.vision_features
+        return [cache.tier_of(digest.hex(), self.feature_model) if cache else None for digest in digests]
 
     def flush(self, timeout_s: float | None = None) -> bool:
-        """Waits until all blocks have their files. False if that took too long or failed."""
-        return self.store.flush(timeout_s)
+        """Waits until all blocks and features have their files. False if that took too long or failed."""
+        features = self.vision_features is None or self.vision_features.flush(timeout_s)
+        return self.store.flush(timeout_s) and features
 
     def close(self, timeout_s: float = 10.0) -> bool:
-        """Writes what is queued and lets go of RAM and folder; calling it again is safe. False if blocks were lost."""
+        """Writes what is queued and lets go of RAM and folder; calling it again is safe. False if some was lost."""
+        deadline = time.monotonic() + timeout_s
         self.prefix_cache.close()
-        return self.store.close(timeout_s)
+        # First, since the root has to know how many bytes of files it leaves.
+        features = self.vision_features is None or self.vision_features.close(timeout_s)
+        return self.store.close(max(0.1, deadline - time.monotonic())) and features
 
 
 class Held(NamedTuple):
@@ -182,16 +209,25 @@ def open_root(config: CacheConfig) -> DiskStore | None:
     return open_store(root, config.max_paged_ssd_cache_size, DEFAULT_QUEUE_BYTES, ttl_s=config.cache_ttl)
 
 
+def open_features_folder(config: CacheConfig) -> VisionFeatureSSDCache | None:
+    """Holds the features folder of a root that is open, so that limits and expiry work; None if there is none yet."""
+    root = config.paged_ssd_cache_dir
+    if root is None or not config.ssd_enabled or not (root / VISION_FOLDER).is_dir():
+        return None
+    return CacheFactory.create_vision_feature_cache(config)
+
+
 def clear_cache(
     config: CacheConfig,
     managers: Collection[TieredCacheManager],
     model_name: str | None,
     before_ns: int | None = None,
 ) -> Cleared:
-    """Deletes the stored blocks of a model, or of all: in the managers' tiers, and in the folders of models not loaded.
+    """Deletes the stored blocks and image features of a model, or of all: in the managers' tiers, and in files.
 
-    With `before_ns` (nanoseconds since the epoch) only those that were last used before then. Blocks of running
-    requests stay. Waits until the files are removed. Raises StoreLocked if another process works on the cache root.
+    Files of models that are not loaded as well. With `before_ns` (nanoseconds since the epoch) only those that were
+    last used before then. Blocks of running requests stay. Waits until the files are removed. Raises StoreLocked if
+    another process works on the cache root.
     """
     found: dict[tuple[str, bytes], int] = {}
     for manager in managers:
@@ -199,14 +235,34 @@ def clear_cache(
             folder = folder_name(manager.model_name)
             found |= {(folder, block_hash): nbytes for block_hash, nbytes in manager.store.clear(before_ns).items()}
     disk = open_root(config)
-    if disk is not None:
-        try:
+    try:
+        if disk is not None:
             wanted = None if model_name is None else folder_name(model_name)
             found |= (
                 disk.blocks.clear(wanted)
                 if before_ns is None
                 else disk.blocks.remove_unused(before_ns, "cleared", wanted)
             )
-        finally:
+        images = _clear_features(config, managers, model_name, before_ns)
+    finally:
+        if disk is not None:
             release_store(disk, _RELEASE_S)
-    return Cleared(len(found), sum(found.values()))
+    return Cleared(len(found), sum(found.values()) + sum(images.values()), len(images))
+
+
+def _clear_features(
+    config: CacheConfig, managers: Collection[TieredCacheManager], model_name: str | None, before_ns: int | None
+) -> dict[FeatureKey, int]:
+    """Of the managers, and of models that are not loaded; the root is open."""
+
+    def wanted(key: FeatureKey) -> bool:
+        return model_name in (None, served_model(key.model_name))
+
+    caches = [manager.vision_features for manager in managers if manager.vision_features is not None]
+    files = open_features_folder(config)
+    found: dict[FeatureKey, int] = {}
+    for cache in [*caches, files] if files is not None else caches:
+        found = cache.clear(wanted, before_ns) | found
+    if files is not None:
+        files.close(_RELEASE_S)
+    return found

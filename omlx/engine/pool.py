@@ -5,18 +5,22 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from omlx.cache.conversation import Forgotten
-from omlx.cache.factory import CacheFactory
 from omlx.cache.grid import PrefillGrid
 from omlx.cache.layer_state import CacheLayout
 from omlx.cache.prefix_cache import CacheIdentity
 from omlx.cache.probe import PrefixProbe
-from omlx.cache.tiered_manager import Cleared, TieredCacheManager, clear_cache, open_root, stored_by_model
-from omlx.cache.vision_feature_cache import VisionFeatureSSDCache
+from omlx.cache.tiered_manager import (
+    TieredCacheManager,
+    clear_cache,
+    open_features_folder,
+    open_root,
+    stored_by_model,
+)
+from omlx.cache.vision_feature_cache import FeatureFigures, VisionFeatureSSDCache, figures
 from omlx.engine.core import Engine, MLXThread, Streams
 from omlx.engine.vlm import VLMEngine
 from omlx.errors import ModelError, NotFound, Overloaded
@@ -30,6 +34,7 @@ from omlx.model.vlm_runner import VLMRunner, vision_numerics
 from omlx.request import ImageStart
 from omlx.scheduler import Scheduler, SchedulerConfig
 from omlx.sizes import format_size
+from omlx.storage.clearing import Cleared
 from omlx.storage.disk_store import DiskStore
 from omlx.storage.folder import StoreLocked
 from omlx.storage.hot_tier import HotTier
@@ -87,7 +92,7 @@ class EnginePool:
         self.memory = MemoryMonitor(self._hot, config.max_process_memory)
         self._thread = MLXThread(self._watch_memory)
         self._root: DiskStore | None = None
-        self._vision: VisionFeatureSSDCache | None = None
+        self._features: VisionFeatureSSDCache | None = None
         self._loaded: dict[str, _Loaded] = {}
         self._locks: dict[str, asyncio.Lock] = {}
 
@@ -117,9 +122,9 @@ class EnginePool:
                 self.memory.forget(loaded.tiers)
                 written = loaded.tiers.close(max(0.1, deadline - time.monotonic() - 0.5)) and written
         self._loaded.clear()
-        if self._vision is not None:
-            written = self._vision.close(max(0.1, deadline - time.monotonic() - 0.3)) and written
-            self._vision = None
+        if self._features is not None:
+            written = self._features.close(max(0.1, deadline - time.monotonic() - 0.2)) and written
+            self._features = None
         if self._root is not None:
             written = release_store(self._root, max(0.1, deadline - time.monotonic() - 0.1)) and written
             self._root = None
@@ -133,6 +138,7 @@ class EnginePool:
                 self._root = open_root(self.config)
             except StoreLocked:
                 return  # said when a model is loaded, which tries again
+            self._features = open_features_folder(self.config)
 
     def models(self) -> list[ServedModel]:
         """What can be asked for, in name order."""
@@ -205,6 +211,7 @@ class EnginePool:
         ssd = max((stats.ssd_total_bytes for stats in stores), default=self._root.blocks.bytes if self._root else 0)
         queue = max((stats.queue_bytes for stats in stores), default=0)
         total |= asdict(self.memory.figures()) | {"max_kv_cache_memory": self.config.max_kv_cache_memory}
+        total["features"] = self._feature_figures()._asdict()
         total["bytes"] = {"ram": self._hot.bytes, "ssd": ssd, "queue": queue}
         return {"total": total, "models": models, "stored": self._stored()}
 
@@ -214,6 +221,11 @@ class EnginePool:
             model._asdict() | {"ram": model.ram._asdict(), "ssd": model.ssd._asdict()}
             for model in stored_by_model(managers, self._root)
         ]
+
+    def _feature_figures(self) -> FeatureFigures:
+        tiers = [loaded.tiers for loaded in list(self._loaded.values()) if loaded.tiers is not None]
+        caches = [self._features, *(manager.vision_features for manager in tiers)]
+        return figures([cache for cache in caches if cache is not None])
 
     async def _step_ended(self) -> None:
         """Waits for the step that is under way: a request has its whole answer before its state is stored."""
@@ -231,11 +243,20 @@ class EnginePool:
         tiers = self._loaded[name].tiers
         return None if tiers is None else await asyncio.to_thread(tiers.prefix_cache.probe, tokens, salt, images)
 
-    async def clear_cache(self, name: str | None = None, older_than_s: float | None = None) -> Cleared:
-        """Deletes the stored blocks of one model or of all, loaded or not; those of running requests stay.
+    async def feature_tiers(self, name: str, digests: Sequence[bytes]) -> list[Literal["ram", "ssd"] | None]:
+        """Where the features of pictures with these digests are now, None for those that are not kept; changes nothing.
 
-        With `older_than_s` only what was not used for so many seconds. A name without blocks gives zeros. Raises
-        StoreLocked if another process works on the cache folder.
+        Loads the model if it is not yet. Raises NotFound, ModelError.
+        """
+        await self.get(name)
+        tiers = self._loaded[name].tiers
+        return [None] * len(digests) if tiers is None else await asyncio.to_thread(tiers.feature_tiers, digests)
+
+    async def clear_cache(self, name: str | None = None, older_than_s: float | None = None) -> Cleared:
+        """Deletes the stored blocks and image features of one model or of all, loaded or not.
+
+        Blocks of running requests stay. With `older_than_s` only what was not used for so many seconds. A name without
+        any gives zeros. Raises StoreLocked if another process works on the cache folder.
         """
         await self._step_ended()
         managers = [loaded.tiers for loaded in self._loaded.values() if loaded.tiers is not None]
@@ -269,7 +290,7 @@ class EnginePool:
         model = load_any(served.path, served.name, self._adapter)
         vision, bits = isinstance(model, VisionModel), self.config.kv_bits
         runner = VLMRunner(model, bits) if isinstance(model, VisionModel) else TextRunner(model, bits)
-        tiers = self._cache_stack(runner, vision=vision)
+        tiers = self._cache_stack(runner, vision)
         streams = Streams()
         scheduler = Scheduler(runner, self.config, tiers.prefix_cache if tiers else None, streams.emit)
         if not scheduler.most_tokens:
@@ -279,56 +300,43 @@ class EnginePool:
         if tiers is not None:
             self.memory.watch(tiers)
         log.info("model %s loaded in %.1f s", served.name, time.monotonic() - started)
-        return _Loaded(self._engine(model, scheduler, streams, runner, tiers), tiers)
+        return _Loaded(self._engine(model, scheduler, streams, tiers), tiers)
 
     def _engine(
         self,
         model: VisionModel | LoadedModel,
         scheduler: Scheduler,
         streams: Streams,
-        runner: TextRunner,
         tiers: TieredCacheManager | None,
     ) -> Engine:
-        if isinstance(model, VisionModel):
-            return VLMEngine(model, scheduler, self._thread, streams, *self._features(runner, tiers))
-        return Engine(model, scheduler, self._thread, streams)
+        if not isinstance(model, VisionModel):
+            return Engine(model, scheduler, self._thread, streams)
+        features = (tiers.vision_features, tiers.feature_model) if tiers is not None else (None, model.loaded.name)
+        return VLMEngine(model, scheduler, self._thread, streams, *features)
 
-    def _features(
-        self, runner: TextRunner, tiers: TieredCacheManager | None
-    ) -> tuple[VisionFeatureSSDCache | None, str]:
-        """Where the features of images are kept, and under which name; shared by all models."""
-        if tiers is None:
-            return None, runner.name
-        if self._vision is None:
-            self._vision = CacheFactory.create_vision_feature_cache(tiers.config)
-        exact = self.config.exact != "off"
-        world = vision_numerics("features") if exact else ""
-        numbers = f"-{sha256(world.encode()).hexdigest()[:16]}" if exact else ""
-        return self._vision, f"{runner.name}-{runner.fingerprint.hex()[:16]}{numbers}"
-
-    def _cache_stack(self, runner: TextRunner, *, vision: bool) -> TieredCacheManager | None:
+    def _cache_stack(self, runner: TextRunner, vision: bool) -> TieredCacheManager | None:
         layout = runner.layout
         if not isinstance(layout, CacheLayout):
             log.warning("model %s is served without a cache: %s", runner.name, layout.reason)
             return None
         grid = "any" if self.config.exact == "off" else str(PrefillGrid(self.config.block_size))
         identity = CacheIdentity(runner.fingerprint, layout, (vision_numerics if vision else numerics)(grid))
-        return self._open_tiers(runner.name, identity)
+        return self._open_tiers(runner.name, identity, vision)
 
-    def _open_tiers(self, name: str, identity: CacheIdentity) -> TieredCacheManager | None:
+    def _open_tiers(self, name: str, identity: CacheIdentity, vision: bool) -> TieredCacheManager | None:
         config = self.config
         self._hold_root()
         try:
-            return self._tiers(config, name, identity) if config.enabled else None
+            return self._tiers(config, name, identity, vision) if config.enabled else None
         except StoreLocked as error:
             log.warning("%s: serving without the SSD tier", error)
             config = replace(config, paged_ssd_cache_dir=None)
-            return self._tiers(config, name, identity) if config.enabled else None
+            return self._tiers(config, name, identity, vision) if config.enabled else None
 
-    def _tiers(self, config: SchedulerConfig, name: str, identity: CacheIdentity) -> TieredCacheManager:
+    def _tiers(self, config: SchedulerConfig, name: str, identity: CacheIdentity, vision: bool) -> TieredCacheManager:
         return TieredCacheManager(
             config.max_kv_cache_memory, config.paged_ssd_cache_dir, config=config, model_name=name,
-            identity=identity, num_layers=len(identity.layout.layers), hot_tier=self._hot,
+            identity=identity, num_layers=len(identity.layout.layers), hot_tier=self._hot, vision=vision,
         )  # fmt: skip
 
 

@@ -9,7 +9,8 @@ from typing import NamedTuple
 from omlx.errors import OmlxError
 from omlx.storage.bookkeeping import Key
 from omlx.storage.disk_index import IndexFile
-from omlx.storage.folder import INDEX_NAME, FolderLock, block_path, walk
+from omlx.storage.feature_listing import abandoned_files
+from omlx.storage.folder import INDEX_NAME, VISION_FOLDER, FolderLock, block_path, walk
 from omlx.storage.survey import Wanted, blocks, everything, features, folder_of
 
 
@@ -71,9 +72,13 @@ def _delete_files(root: Path, wanted: Wanted, spared: set[Key], before_ns: int |
             count, size = count + 1, size + file.path.lstat().st_size
         file.path.unlink(missing_ok=True)
         shards.add(shard)
-    images = [f for f in features(root, wanted) if before_ns is None or f.path.stat().st_mtime_ns < before_ns]
+    images = [file for file in features(root, wanted) if before_ns is None or file.used_ns < before_ns]
     for image in images:
         image.path.unlink(missing_ok=True)
+    if wanted is everything and before_ns is None and (root / VISION_FOLDER).is_dir():
+        for path in list(abandoned_files(root / VISION_FOLDER)):
+            path.unlink(missing_ok=True)
+            shards.add(path.parent)
     _remove_empty(root, shards | {image.path.parent for image in images})
     return Cleared(count, size + sum(image.nbytes for image in images), len(images))
 

@@ -4,38 +4,33 @@ What waits to be written is readable at once, by everybody who shares the folder
 the folder that there is.
 """
 
-import atexit
 import contextlib
 import logging
 import os
-import re
 import threading
 import time
 import weakref
-from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
-
-import psutil
 
 from omlx.sizes import format_size
 from omlx.storage.block_ledger import RESERVE_BYTES, RESERVE_SHARE
 from omlx.storage.expiry import Expiry
 from omlx.storage.feature_file import (
-    SUFFIX,
     FeatureKey,
-    FeatureLabel,
     feature_file_size,
     feature_name,
     read_feature_file,
-    read_label,
     write_feature_file,
 )
+from omlx.storage.feature_index import Entry, FeatureIndex, FileUsage
+from omlx.storage.feature_listing import abandoned_files, feature_files, temporary_file
 from omlx.storage.folder import make_folder, remove
+from omlx.storage.open_once import OpenOnce
 from omlx.storage.open_stores import count_side_files, reserve_side_files, side_room
-from omlx.storage.tensor_file import TEMP_PREFIX, TEMP_SUFFIX, BlockBuffer, DamagedBlock, TensorSpec, UnknownFormat
+from omlx.storage.tensor_file import BlockBuffer, DamagedBlock, TensorSpec, UnknownFormat
 from omlx.storage.troubles import Troubles
 from omlx.storage.write_queue import Task, WriteQueue
 
@@ -45,8 +40,6 @@ _OPEN_WAIT_S = 2.0  # a start waits this long for the list of files, then goes o
 _RETRY_S = 1.0  # after a failed write
 _MOST_EVICTED = 4096
 _TOUCH_WITHIN_S = 1.0  # how long only memory may know of a change in the order of use
-_EXIT_TIMEOUT_S = 30.0
-_TEMP_NAME = re.compile(rf"{re.escape(TEMP_PREFIX)}(\d+){re.escape(TEMP_SUFFIX)}")
 
 PutResult = Literal["queued", "later", "declined"]
 Place = Callable[[TensorSpec], memoryview]
@@ -80,19 +73,6 @@ class FeatureCounts:
         return self.damaged + self.read_errors + self.write_errors
 
 
-@dataclass(slots=True, eq=False)
-class Entry:
-    """One image's features: `file_bytes` on disk now, and what is still to be written.
-
-    A `gone` entry is not read any more; its file is still to be removed.
-    """
-
-    key: FeatureKey
-    file_bytes: int = 0
-    pending: BlockBuffer | None = None
-    gone: bool = False
-
-
 class Found(NamedTuple):
     """What `fetch` found: the features themselves if they wait for their write, else they went into the place."""
 
@@ -116,9 +96,8 @@ class FeatureFolder:
         self._max_bytes = max_bytes
         self._reserve_bytes = reserve_bytes
         self._lock = threading.Lock()
-        self._entries: OrderedDict[FeatureKey, Entry] = OrderedDict()
+        self._index = FeatureIndex()
         self._evicted: dict[FeatureKey, None] = {}  # the last ones that made room, oldest first
-        self._bytes = 0  # of the files that are there
         self._used: dict[FeatureKey, int] = {}  # last uses that the files' times do not show yet
         self._users: weakref.WeakSet[FeatureUser] = weakref.WeakSet()
         self._unsure = True  # whether the files have to be listed before the next write
@@ -152,10 +131,10 @@ class FeatureFolder:
             self._evicted.pop(key, None)
             if self._closed:
                 return "later"
-            old = self._entries.get(key)
+            old = self._index.get(key)
             if size <= self._max_bytes and self._queue.has_room(size):
-                self._entries[key] = entry = Entry(key, old.file_bytes if old else 0, features)
-                self._entries.move_to_end(key)
+                self._index.put(entry := Entry(key, old.file_bytes if old else 0, features))
+                self._mark_used(entry)  # now, not when its turn comes to be written
                 self._queue.append(("write", entry), size)
                 return "queued"
             if old is not None:
@@ -181,7 +160,7 @@ class FeatureFolder:
     def touch(self, key: FeatureKey) -> bool:
         """Marks features as used. False if they have no file and none is queued: they should be put again."""
         with self._lock:
-            entry = self._entries.get(key)
+            entry = self._index.get(key)
             if entry is None or entry.gone:
                 return self._closed or time.monotonic() < self._retry_at
             self._mark_used(entry)
@@ -191,17 +170,18 @@ class FeatureFolder:
     def lacks(self, key: FeatureKey) -> bool:
         """Whether there should be a file: there is none, none is queued, and it did not just have to make room."""
         with self._lock:
-            entry = self._entries.get(key)
+            entry = self._index.get(key)
             return (entry is None or entry.gone) and key not in self._evicted
 
     def _mark_used(self, entry: Entry) -> None:
-        self._entries.move_to_end(entry.key)
+        self._index.touch(entry)
         if not self._closed:
             self._used[entry.key] = time.time_ns()
 
     def _drop(self, entry: Entry) -> None:
-        entry.gone, entry.pending = True, None
-        self._entries.move_to_end(entry.key, last=False)
+        with self._index.changing(entry):
+            entry.gone, entry.pending = True, None
+        self._index.make_first(entry)
         if not self._closed:
             self._queue.append(("remove", entry.key))
 
@@ -220,7 +200,7 @@ class FeatureFolder:
         None if there are none. A file that is damaged or gone is a miss: it is counted and removed.
         """
         with self._lock:
-            entry = self._entries.get(key)
+            entry = self._index.get(key)
             if entry is not None and entry.pending is not None:
                 self._mark_used(entry)
                 return Found(entry, entry.pending)
@@ -243,19 +223,25 @@ class FeatureFolder:
             return Found(self._seen(key, entry, size), None)
         return None
 
+    def has(self, key: FeatureKey) -> bool:
+        """Whether there is a file, or one will be written; changes nothing. The file is not read."""
+        with self._lock:
+            entry = self._index.get(key)
+        return self._path(key).is_file() if entry is None else not entry.gone
+
     def in_force(self, entry: Entry) -> bool:
         """Whether this very entry counts: not evicted or replaced since it was found."""
         with self._lock:
-            return self._entries.get(entry.key) is entry and not entry.gone
+            return self._index.holds(entry) and not entry.gone
 
     def _seen(self, key: FeatureKey, entry: Entry | None, size: int) -> Entry:
         """Marks a file as used that was just read; one that another process wrote gets an entry."""
         with self._lock:
             if entry is None:
                 entry = Entry(key, size)
-                if self._entries.setdefault(key, entry) is entry:
-                    self._bytes += size
-            if self._entries.get(key) is entry:
+                if self._index.get(key) is None:
+                    self._index.put(entry)
+            if self._index.holds(entry):
                 self._mark_used(entry)
         self._queue.wake_in(_TOUCH_WITHIN_S)
         return entry
@@ -263,17 +249,16 @@ class FeatureFolder:
     def _forget(self, key: FeatureKey, entry: Entry | None) -> None:
         """Somebody else took the file away."""
         with self._lock:
-            if entry is not None and self._entries.get(key) is entry and not entry.gone:
-                self._bytes -= entry.file_bytes
-                del self._entries[key]
+            if entry is not None and self._index.holds(entry) and not entry.gone:
+                self._index.remove(key)
 
     def _damaged(self, key: FeatureKey, entry: Entry | None, error: DamagedBlock) -> None:
         with self._lock:
-            if self._entries.get(key) is not entry:
+            if self._index.get(key) is not entry:
                 return  # written again meanwhile
             self.counts.damaged += 1
             if entry is None:
-                entry = self._entries[key] = Entry(key)
+                self._index.put(entry := Entry(key))
             self._drop(entry)
         log.warning("features file %s is damaged (%s): it is removed", self._path(key), error)
 
@@ -296,7 +281,7 @@ class FeatureFolder:
 
     def _write(self, entry: Entry) -> None:
         with self._lock:
-            features = entry.pending if self._entries.get(entry.key) is entry else None
+            features = entry.pending if self._index.holds(entry) else None
         if features is None:
             return  # replaced before its turn
         size = feature_file_size(entry.key, features.specs[0])
@@ -321,7 +306,7 @@ class FeatureFolder:
             self._list()
         if not self._make_room(key, size):
             return False
-        path, temporary = self._path(key), self.path / f"{TEMP_PREFIX}{os.getpid()}{TEMP_SUFFIX}"
+        path, temporary = self._path(key), temporary_file(self.path)
         try:
             write_feature_file(path, temporary, key, features)
         except IsADirectoryError:
@@ -331,32 +316,33 @@ class FeatureFolder:
 
     def _written(self, entry: Entry, size: int) -> None:
         with self._lock:
-            now = self._entries[entry.key]  # only this thread takes away an entry that waits for its write
-            self._bytes += size - now.file_bytes
-            now.file_bytes = size
-            entry.pending = None
+            now = self._index.get(entry.key)
+            assert now is not None  # only this thread takes away an entry that waits for its write
+            with self._index.changing(now):
+                now.file_bytes = size
+                entry.pending = None
 
     def _give_up(self, entry: Entry) -> None:
         """An entry whose file could not be written goes, and an older file of its name with it."""
         with self._lock:
             self._retry_at = time.monotonic() + _RETRY_S
-            if self._entries.get(entry.key) is not entry:
-                return
-            self._drop(entry)
+            if self._index.holds(entry):
+                self._drop(entry)
 
     def _remove(self, key: FeatureKey) -> None:
         """Removes the file of an entry that is gone or will be written again. Raises OSError."""
         with self._lock:
-            entry = self._entries.get(key)
+            entry = self._index.get(key)
             if entry is None or (not entry.gone and entry.pending is None):
                 return
         remove(self._path(key))
         with self._lock:
-            entry = self._entries[key]
-            self._bytes -= entry.file_bytes
-            entry.file_bytes = 0
+            entry = self._index.get(key)
+            assert entry is not None  # as in `_written`
+            with self._index.changing(entry):
+                entry.file_bytes = 0
             if entry.gone:
-                del self._entries[key]
+                self._index.remove(key)
 
     def _make_room(self, key: FeatureKey, size: int) -> bool:
         """Evicts features, and blocks of the root, until the file fits under every limit. False if it cannot."""
@@ -365,7 +351,8 @@ class FeatureFolder:
             return False
         self._shrink(limit - size, key)
         with self._lock:
-            total = self._bytes - self._entries[key].file_bytes + size
+            own = self._index.get(key)
+            total = self._index.file_bytes - (own.file_bytes if own else 0) + size
         return total <= limit and reserve_side_files(self.path, total)
 
     def _shrink(self, allowed: int, besides: FeatureKey | None = None) -> None:
@@ -381,10 +368,10 @@ class FeatureFolder:
     def _victim(self, allowed: int, besides: FeatureKey | None) -> Entry | None:
         """The features whose file goes next, marked as gone unless new ones wait; None if no more have to go."""
         with self._lock:
-            own = self._entries.get(besides) if besides else None
-            if self._bytes - (own.file_bytes if own else 0) <= allowed:
+            own = self._index.get(besides) if besides else None
+            if self._index.file_bytes - (own.file_bytes if own else 0) <= allowed:
                 return None
-            victim = next((e for e in self._entries.values() if e.file_bytes and e.key != besides), None)
+            victim = next((e for e in self._index if e.file_bytes and e.key != besides), None)
             if victim is not None and victim.pending is None and not victim.gone:
                 victim.gone = True
                 self._note_evicted(victim.key)
@@ -396,7 +383,7 @@ class FeatureFolder:
         reserve = self._reserve_bytes
         if reserve is None:
             reserve = min(RESERVE_BYTES, int(disk.f_blocks * disk.f_frsize * RESERVE_SHARE))
-        room = disk.f_bavail * disk.f_frsize - reserve + self._bytes
+        room = disk.f_bavail * disk.f_frsize - reserve + self._index.file_bytes
         root = side_room(self.path)
         return min(self._max_bytes, room) if root is None else min(self._max_bytes, room, root)
 
@@ -411,7 +398,7 @@ class FeatureFolder:
         except OSError as exc:
             self._unsure = True
             self._troubles.note("write", exc)
-        count_side_files(self.path, self._bytes)
+        count_side_files(self.path, self._index.file_bytes)
 
     def _expire(self) -> None:
         """Removes features that were not used for too long, if it is time to look for that."""
@@ -425,21 +412,60 @@ class FeatureFolder:
     def _oldest_before(self, before_ns: int) -> Entry | None:
         """The features used longest ago, marked as gone, if that was before then. Their file's time says it."""
         with self._lock:
-            entry = next((e for e in self._entries.values() if e.file_bytes and not e.gone), None)
+            entry = next((e for e in self._index if e.file_bytes and not e.gone), None)
             if entry is None or entry.pending is not None or entry.key in self._used:
                 return None
         with contextlib.suppress(FileNotFoundError):
             if self._path(entry.key).stat().st_mtime_ns >= before_ns:
                 return None
         with self._lock:
-            if self._entries.get(entry.key) is not entry or entry.key in self._used:
+            if not self._index.holds(entry) or entry.key in self._used:
                 return None
             entry.gone = True
             return entry
 
+    def _clear(self, wanted: Callable[[FeatureKey], bool], before_ns: int | None, found: dict[FeatureKey, int]) -> None:
+        try:
+            if self._unsure:
+                self._list()
+            self._save_order()  # the files' times say then when they were used
+            with self._lock:
+                candidates = [entry for entry in self._index if wanted(entry.key) and not entry.gone]
+        except OSError as exc:
+            self._troubles.note("write", exc)
+            return
+        for entry in candidates:
+            if before_ns is None or self._used_before(entry, before_ns):
+                self._forsake(entry, found, again=before_ns is None)
+
+    def _used_before(self, entry: Entry, before_ns: int) -> bool:
+        with self._lock:
+            if entry.pending is not None or entry.key in self._used:
+                return False
+        with contextlib.suppress(FileNotFoundError):
+            return self._path(entry.key).stat().st_mtime_ns < before_ns
+        return True
+
+    def _forsake(self, entry: Entry, found: dict[FeatureKey, int], *, again: bool) -> None:
+        """`again`: also features that were used since they were looked at."""
+        with self._lock:
+            if not self._index.holds(entry) or (entry.key in self._used and not again):
+                return
+            nbytes = entry.bytes
+            self._drop(entry)
+        for user in list(self._users):
+            user.forget(entry.key)
+        try:
+            self._remove(entry.key)
+            found[entry.key] = nbytes
+        except OSError as exc:
+            self._troubles.note("write", exc)
+
     def _save_order(self) -> None:
         with self._lock:
-            used, self._used = self._used, {}
+            entries = [entry for key in self._used if (entry := self._index.get(key)) and entry.pending is None]
+            used = {entry.key: self._used[entry.key] for entry in entries}
+            self._used = {key: ns for key, ns in self._used.items() if key not in used and self._index.get(key)}
         for key, ns in used.items():
             with contextlib.suppress(OSError):
                 os.utime(self._path(key), ns=(ns, ns))
@@ -447,42 +473,41 @@ class FeatureFolder:
     def _list(self) -> None:
         """Makes the entries what the folder holds; those that wait for their write stay. Raises OSError."""
         make_folder(self.path)
-        found = sorted(self._files(), key=lambda file: (file[0].known, file[1].st_mtime_ns))
+        for path in abandoned_files(self.path):
+            with contextlib.suppress(OSError):
+                remove(path)
+        found = sorted(feature_files(self.path), key=lambda file: (file.label.known, file.used_ns))
         with self._lock:
-            old, self._entries = self._entries, OrderedDict()
-            for (key, _), stat in found:
-                self._entries[key] = entry = old.pop(key, Entry(key))
-                entry.file_bytes = stat.st_size
-            for key, entry in old.items():
+            old, self._index = self._index, FeatureIndex()
+            for file in found:
+                entry = old.get(file.label.key) or Entry(file.label.key)
+                old.remove(entry.key)
+                entry.file_bytes = file.nbytes
+                self._index.put(entry)
+            for entry in old:
                 if entry.pending is not None:
                     entry.file_bytes = 0
-                    self._entries[key] = entry
-            self._bytes = sum(entry.file_bytes for entry in self._entries.values())
+                    self._index.put(entry)
         self._unsure = False
-
-    def _files(self) -> Iterator[tuple[FeatureLabel, os.stat_result]]:
-        """Every whole features file, of any version. Removes what a process that is no more left half written."""
-        with os.scandir(self.path) as entries:
-            names = [entry.name for entry in entries]
-        for name in names:
-            path = self.path / name
-            with contextlib.suppress(OSError):
-                if name.endswith(SUFFIX):
-                    label = read_label(path)
-                    if label is not None and feature_name(label.key) == name:
-                        yield label, path.stat()
-                elif (temporary := _TEMP_NAME.fullmatch(name)) and not _is_written(path, int(temporary[1])):
-                    remove(path)
 
     # ---- the whole folder
 
-    @property
-    def usage(self) -> tuple[int, int]:
-        """Files and their bytes, those included that are queued."""
+    def usage(self, model_name: str | None = None) -> FileUsage:
+        """Files and their bytes, those included that are queued: of one model's features, or of all."""
         with self._lock:
-            entries = [entry for entry in self._entries.values() if entry.file_bytes or entry.pending is not None]
-            waiting = sum(feature_file_size(e.key, e.pending.specs[0]) for e in entries if e.pending is not None)
-            return len(entries), waiting + sum(entry.file_bytes for entry in entries if entry.pending is None)
+            return self._index.usage(model_name)
+
+    def clear(
+        self, wanted: Callable[[FeatureKey], bool], before_ns: int | None, timeout_s: float
+    ) -> dict[FeatureKey, int]:
+        """Removes the wanted features, from the users' RAM too; with `before_ns` those last used before then.
+
+        Before then: nanoseconds since the epoch. Waits until the files are removed, for `timeout_s` at most. Returns
+        them with their bytes; not those whose files cannot be removed, which are not read any more.
+        """
+        found: dict[FeatureKey, int] = {}
+        self._queue.call(lambda: self._clear(wanted, before_ns, found), timeout_s)
+        return dict(found)
 
     def lower_limit(self, max_bytes: int, ttl_s: float = 0) -> None:
         """Evicts what no longer fits. A limit is never raised: that of every user holds."""
@@ -500,8 +525,8 @@ class FeatureFolder:
         """Contradictions between memory and files, in both directions, and damaged files; for a folder at rest."""
         found = [] if self.flush(timeout_s) else ["not everything could be written"]
         with self._lock:
-            sizes = {key: entry.file_bytes for key, entry in self._entries.items() if entry.file_bytes}
-        there = {label.key: stat.st_size for label, stat in self._files()}
+            sizes = {entry.key: entry.file_bytes for entry in self._index if entry.file_bytes}
+        there = {file.label.key: file.nbytes for file in feature_files(self.path)}
         for key in sizes.keys() | there.keys():
             if sizes.get(key) != there.get(key):
                 found.append(f"{self._path(key)} has {there.get(key, 'no')} bytes, the index says {sizes.get(key)}")
@@ -530,69 +555,23 @@ class FeatureFolder:
         self._closed = True
 
 
-def _is_written(path: Path, pid: int) -> bool:
-    """Whether the process that a temporary file is named after still writes it. Another one may have its number by now.
-
-    Our own temporary file is one of a process before us.
-    """
-    if pid == os.getpid():
-        return False
-    try:
-        return psutil.Process(pid).create_time() <= path.stat().st_mtime + 1
-    except psutil.AccessDenied:
-        return True
-    except (psutil.Error, OverflowError):
-        return False
-
-
 # ---- one per folder and process
 
-_open_folders: dict[Path, tuple[FeatureFolder, int]] = {}
-_registry_lock = threading.Lock()
+# Made after the block stores' registry, which open_stores has, so closed before it.
+_folders: OpenOnce[FeatureFolder] = OpenOnce()
 
 
 def open_features(
     path: Path, max_bytes: int, queue_bytes: int, reserve_bytes: int | None = None, ttl_s: float = 0
 ) -> FeatureFolder:
     """The folder at this path, opened by the first of its users; the lowest limits hold."""
-    path = Path(os.path.realpath(path))
-    with _registry_lock:
-        folder, users = _open_folders.get(path, (None, 0))
-        if folder is None:
-            folder = FeatureFolder(path, max_bytes, queue_bytes, reserve_bytes, ttl_s)
-        else:
-            folder.lower_limit(max_bytes, ttl_s)
-        _open_folders[path] = (folder, users + 1)
-        return folder
+    return _folders.open(
+        path,
+        lambda path: FeatureFolder(path, max_bytes, queue_bytes, reserve_bytes, ttl_s),
+        lambda folder: folder.lower_limit(max_bytes, ttl_s),
+    )
 
 
 def release_features(folder: FeatureFolder, timeout_s: float) -> bool:
     """Ends one use: waits until all is written. The last user closes the folder. False if that took too long."""
-    with _registry_lock:
-        registered, users = _open_folders.get(folder.path, (None, 0))
-        if registered is not folder:
-            return False  # closed already, or a forked child that let go of it
-        if users == 1:
-            del _open_folders[folder.path]
-            return folder.close(timeout_s)
-        _open_folders[folder.path] = (folder, users - 1)
-    return folder.flush(timeout_s)
-
-
-def _close_all() -> None:
-    """An interpreter that just ends loses nothing, and does not wait for ever."""
-    for folder, _ in list(_open_folders.values()):
-        folder.close(_EXIT_TIMEOUT_S)
-
-
-def _after_fork_in_child() -> None:
-    global _registry_lock
-    _registry_lock = threading.Lock()  # another thread may have held it
-    for folder, _ in _open_folders.values():
-        folder.leave_to_parent()
-    _open_folders.clear()
-
-
-# Registered after the block store's, so called before it.
-atexit.register(_close_all)
-os.register_at_fork(after_in_child=_after_fork_in_child)
+    return _folders.release(folder, timeout_s)

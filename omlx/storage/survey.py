@@ -17,23 +17,24 @@ import psutil
 from omlx.storage.block_table import Entry
 from omlx.storage.bookkeeping import Key
 from omlx.storage.disk_index import read_index
-from omlx.storage.feature_file import SUFFIX as FEATURE_SUFFIX
-from omlx.storage.feature_file import FeatureKey, feature_name, read_feature_file, read_label
-from omlx.storage.folder import INDEX_NAME, LOCK_NAME, block_path, folder_name, folders, read_lock, walk
+from omlx.storage.feature_file import feature_name, read_feature_file, served_model
+from omlx.storage.feature_listing import FeatureFile, abandoned_files, feature_files, strangers
+from omlx.storage.folder import (
+    INDEX_NAME,
+    LOCK_NAME,
+    VISION_FOLDER,
+    block_path,
+    folder_name,
+    folders,
+    read_lock,
+    walk,
+)
 from omlx.storage.recovery import stale_entry
 from omlx.storage.tensor_file import DamagedBlock, UnknownFormat, read_block_file, read_meta
 
 _LOOKS, _SETTLE_S = 5, 2.0  # how often and after how long a difference in a folder in use is looked at again
 
 Wanted = Callable[[str], bool]  # which models' folders
-
-
-class FeatureFile(NamedTuple):
-    """The features of one image."""
-
-    path: Path
-    key: FeatureKey
-    nbytes: int
 
 
 class FolderUsage(NamedTuple):
@@ -91,17 +92,33 @@ def blocks(root: Path, wanted: Wanted = everything) -> list[Entry]:
 
 
 def features(root: Path, wanted: Wanted = everything) -> list[FeatureFile]:
-    """Every file of image features under the root, of the models whose folder is wanted."""
-    found = (_feature(path) for folder in folders(root) for path in sorted(folder.glob(f"*{FEATURE_SUFFIX}")))
-    return [file for file in found if file and wanted(folder_name(file.key.model_name))]
+    """Every file of image features under the root, of the models whose folder is wanted; in the order of names."""
+    found: list[FeatureFile] = []
+    for folder in folders(root):
+        with contextlib.suppress(OSError):
+            found += sorted(feature_files(folder))
+    return [file for file in found if wanted(folder_name(served_model(file.label.key.model_name)))]
 
 
-def _feature(path: Path) -> FeatureFile | None:
-    with contextlib.suppress(OSError):
-        label = read_label(path)
-        if label is not None and feature_name(label.key) == path.name:
-            return FeatureFile(path, label.key, path.stat().st_size)
-    return None
+class FeatureUsage(NamedTuple):
+    """What there is under one of the names of a model's features: other weights, or numerics, have another."""
+
+    model: str
+    model_name: str
+    images: int
+    nbytes: int
+    used_ns: int
+
+
+def feature_usage(files: Iterable[FeatureFile]) -> list[FeatureUsage]:
+    """The features summed up by model name, in the order of names."""
+    sums: dict[str, FeatureUsage] = {}
+    for file in files:
+        name = file.label.key.model_name
+        old = sums.get(name, FeatureUsage(served_model(name), name, 0, 0, 0))
+        nbytes, used = old.nbytes + file.nbytes, max(old.used_ns, file.used_ns)
+        sums[name] = FeatureUsage(old.model, name, old.images + 1, nbytes, used)
+    return sorted(sums.values())
 
 
 def usage(entries: Iterable[Entry]) -> list[FolderUsage]:
@@ -153,10 +170,10 @@ def verify(root: Path, wanted: Wanted = everything) -> list[Problem]:
     files and index are a moment apart while blocks are written and removed.
     """
     found = [*_index_problem(root), *_temporary_files(root, wanted)]
+    found += _feature_problems(root, wanted)
     rows = _index_or_nothing(root)
     keys = {file.key for file in walk(root) if file.key} | rows.keys()
     found += _block_problems(root, sorted(key for key in keys if wanted(key[0])), rows)
-    found += _feature_problems(features(root, wanted))
     for _ in range(_LOOKS if found and holder(root) is not None else 0):
         time.sleep(_SETTLE_S)
         found = _still_there(root, wanted, found)
@@ -168,7 +185,7 @@ def verify(root: Path, wanted: Wanted = everything) -> list[Problem]:
 def _still_there(root: Path, wanted: Wanted, before: list[Problem]) -> list[Problem]:
     suspects = [problem.subject for problem in before if not isinstance(problem.subject, Path)]
     now = [*_index_problem(root), *_temporary_files(root, wanted)]
-    now += _feature_problems(features(root, wanted))
+    now += _feature_problems(root, wanted)
     return [p for p in now if p in before] + list(_block_problems(root, suspects, _index_or_nothing(root)))
 
 
@@ -184,18 +201,26 @@ def _index_problem(root: Path) -> Iterator[Problem]:
 
 
 def _temporary_files(root: Path, wanted: Wanted) -> Iterator[Problem]:
-    for file in walk(root):
-        if file.key is None and wanted(folder_of(root, file.path.parent)):
-            with contextlib.suppress(OSError):  # renamed meanwhile, as it should be
-                # With its time: another write under the same name is another problem.
-                since = time.strftime("%F %T", time.localtime(file.path.stat().st_mtime))
-                yield Problem(file.path, f"{file.path} is a temporary file that nobody finished, of {since}")
+    found = [f.path for f in walk(root) if f.key is None and wanted(folder_of(root, f.path.parent))]
+    if wanted is everything:  # whose features they were to be cannot be seen
+        with contextlib.suppress(OSError):
+            found += abandoned_files(root / VISION_FOLDER)
+    for path in found:
+        with contextlib.suppress(OSError):  # renamed meanwhile, as it should be
+            # With its time: another write under the same name is another problem.
+            since = time.strftime("%F %T", time.localtime(path.stat().st_mtime))
+            yield Problem(path, f"{path} is a temporary file that nobody finished, of {since}")
 
 
-def _feature_problems(files: Iterable[FeatureFile]) -> Iterator[Problem]:
-    for file in files:
+def _feature_problems(root: Path, wanted: Wanted) -> Iterator[Problem]:
+    with contextlib.suppress(OSError):
+        for path, model_name, holds in sorted(strangers(root / VISION_FOLDER)):
+            if wanted(folder_name(served_model(model_name))):
+                found = f"holds what {feature_name(holds)} should" if holds else "is cut off, or no features file"
+                yield Problem(path, f"{path} {found}")
+    for file in features(root, wanted):
         try:
-            read_feature_file(file.path, file.key, lambda spec: memoryview(bytearray(spec.nbytes)))
+            read_feature_file(file.path, file.label.key, lambda spec: memoryview(bytearray(spec.nbytes)))
         except (FileNotFoundError, UnknownFormat):  # evicted meanwhile; of another version, which is no damage
             continue
         except DamagedBlock as error:

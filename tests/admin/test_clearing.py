@@ -177,13 +177,13 @@ async def test_older_blocks_go_by_their_last_use_in_both_tiers(tiny_model_dir, t
             await bench.complete(prompt)
         later(monkeypatch, 10)
         await bench.complete(used)
-        assert await bench.post(CLEAR, older_than="11d") == {"blocks": 0, "bytes": 0}
+        assert await bench.post(CLEAR, older_than="11d") == {"blocks": 0, "bytes": 0, "images": 0}
         done = await bench.post(CLEAR, older_than="7d")
         assert done["blocks"] > 5 and done["bytes"] > 0
         probe = await bench.post(prompt=old)
         assert (probe["cached_tokens"], probe["first_miss"]["reason"]) == (0, "cleared")
         assert (await bench.post(prompt=used))["first_miss"] is None
-        assert await bench.post(CLEAR, model=None, older_than="0") != {"blocks": 0, "bytes": 0}
+        assert await bench.post(CLEAR, model=None, older_than="0") != {"blocks": 0, "bytes": 0, "images": 0}
         assert (await bench.get())["stored"] == [] or (await bench.get())["stored"][0]["ssd"]["blocks"] == 0
 
 

@@ -194,7 +194,7 @@ async def test_a_model_without_a_cache_says_so(tiny_model_dir, tmp_path):
         probe = await bench.post(tokens=[1, 2, 3])
         assert probe["first_miss"] == {"token": 0, "reason": "this model is served without a cache"}
         assert (await bench.get())["models"]["tiny"]["cache"] is False
-        assert await bench.post(CLEAR) == {"blocks": 0, "bytes": 0}
+        assert await bench.post(CLEAR) == {"blocks": 0, "bytes": 0, "images": 0}
 
 
 async def test_wrong_bodies_are_refused_by_field(tiny_model_dir, tmp_path):
@@ -238,7 +238,7 @@ async def test_clearing_one_model_or_all_of_a_folder_that_the_server_holds(tmp_p
         assert await bench.complete(tokens, model="org/two") == 0
         done = await bench.post(CLEAR, model=None)
         assert _files(tmp_path) == {} and done["blocks"] >= 3 * 4
-        assert await bench.post(CLEAR, model=None) == {"blocks": 0, "bytes": 0}
+        assert await bench.post(CLEAR, model=None) == {"blocks": 0, "bytes": 0, "images": 0}
         for wrong in ({}, {"model": ""}, {"model": 5}, {"modle": "one"}):
             assert (await bench.call("POST", CLEAR, json=wrong)).json()["error"]["param"] == "model"
 

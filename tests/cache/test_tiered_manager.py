@@ -287,11 +287,11 @@ def test_clearing_takes_one_model_or_all_and_spares_blocks_in_use(opened, tmp_pa
     size = one.store.get_meta(name(0)).file_size
     one.store.pin(name(2))
     config = CacheConfig(paged_ssd_cache_dir=tmp_path / "cache")
-    assert clear_cache(config, [one, two], "one") == (2, 2 * size)
+    assert clear_cache(config, [one, two], "one") == (2, 2 * size, 0)
     assert [tier(one, n) for n in range(3)] == [None, None, "ram"] and tier(two, 0) == "ram"
     one.store.unpin(name(2))
-    assert clear_cache(config, [one, two], "not loaded") == (2, 2 * size)
-    assert clear_cache(config, [one, two], None).blocks == 2 and clear_cache(config, [one, two], None) == (0, 0)
+    assert clear_cache(config, [one, two], "not loaded") == (2, 2 * size, 0)
+    assert clear_cache(config, [one, two], None).blocks == 2 and clear_cache(config, [one, two], None) == (0, 0, 0)
     assert list((tmp_path / "cache").rglob("*.safetensors")) == [] and two.store.check() == []
 
 

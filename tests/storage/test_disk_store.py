@@ -35,7 +35,7 @@ def opened(tmp_path):
 
     yield opener
     for store in stores:
-        if store in [s for s, _ in open_stores._open_stores.values()]:
+        if open_stores.is_open(store):
             release_store(store, 5)
 
 
