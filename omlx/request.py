@@ -77,12 +77,15 @@ class PromptVision(Protocol):
 
     `keys` is the prompt as the cache sees it: as long as the request's, with ids made of a picture's digest where
     the model gets that picture's features. `starts` are in order. A token behind the last picture stands at the
-    rope position of its index plus `rope_delta` (0 for models that count positions like tokens).
+    rope position of its index plus `rope_delta` (0 for models that count positions like tokens). The features of
+    `encoded` pictures were computed for this prompt, those of `reused` were stored; restored KV needs none.
     """
 
     keys: list[int]
     starts: tuple[ImageStart, ...]
     rope_delta: int
+    encoded: int
+    reused: int
 
     def prepare(self, start: int, stop: int, wait_s: float) -> bool:
         """One bounded piece of work towards the features of positions [start, stop); True when they are there.

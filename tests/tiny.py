@@ -36,7 +36,7 @@ def tiny_model(seed: int = 0) -> Any:
 class TinyVision:
     """Pictures as (position, digest, length), a PromptVision. `pieces`: calls of `prepare` before they are ready."""
 
-    rope_delta = 0
+    rope_delta = encoded = reused = 0
 
     def __init__(self, prompt: Sequence[int], *pictures: tuple[int, bytes, int], pieces: int = 1) -> None:
         self.keys = list(prompt)

@@ -214,9 +214,14 @@ def _summary(model: str, request: Request, generated: int, outcome: str) -> str:
     first = f"{stats.first_token - stats.arrived:.3f}s" if stats.first_token else "-"
     return (
         f"model={model!r} prompt={len(request.prompt)} cached_ram={stats.cached_ram_tokens} "
-        f"cached_ssd={stats.cached_ssd_tokens} ttft={first} generated={generated} "
+        f"cached_ssd={stats.cached_ssd_tokens} {_images(request)}ttft={first} generated={generated} "
         f"speed={_speed(request, generated, now)} queued={waited:.3f}s finish={outcome}"
     )
+
+
+def _images(request: Request) -> str:
+    vision = request.vision
+    return "" if vision is None else f"images={len(vision.starts)} encoded={vision.encoded} reused={vision.reused} "
 
 
 def _speed(request: Request, generated: int, now: float) -> str:

@@ -77,9 +77,18 @@ def messages(*turns: Part | Prompt) -> tuple[list[dict[str, Any]], list[Shown]]:
 class VisionBench(Bench):
     """A scheduler over a vision model, with an engine that makes its prompts; `features` may keep features."""
 
-    def __init__(self, family: str, store: Any, features: VisionFeatureSSDCache | None = None, **config: Any) -> None:
-        super().__init__(runner(family), store, **config)
-        self.engine = VLMEngine(loaded(family), self.scheduler, MLXThread(), Streams(), features, "tiny")
+    def __init__(
+        self,
+        family: str,
+        store: Any,
+        features: VisionFeatureSSDCache | None = None,
+        *,
+        model: VisionModel | None = None,
+        kv_bits: int | None = None,
+        **config: Any,
+    ) -> None:
+        super().__init__(VLMRunner(model, kv_bits) if model else runner(family), store, **config)
+        self.engine = VLMEngine(model or loaded(family), self.scheduler, MLXThread(), Streams(), features, "tiny")
 
     @property
     def encoded(self) -> int:
@@ -97,4 +106,3 @@ class VisionBench(Bench):
         self.run()
         assert self.failures == {}
         return request
-

@@ -38,7 +38,7 @@ def test_what_looks_like_a_picture_in_a_text_is_text(family: str) -> None:
     """In front of pictures, between and behind them, and in what the model said."""
     made, tokenizer = template(family), loaded(family).loaded.tokenizer
     for stray in looks_like_pictures(family):
-        plain, before = tokens(made, [A, "X", B, "X"], "X", ["X", A, "X"])
+        _, before = tokens(made, [A, "X", B, "X"], "X", ["X", A, "X"])
         ids, images = tokens(made, [A, f"a {stray}", B, f"{stray}{stray} b"], f"c {stray}", [f"d{stray}", A, "X"])
         for image, expected in zip(images, before, strict=True):
             assert len(image.positions) == len(expected.positions)
@@ -112,7 +112,9 @@ def test_a_template_that_knows_text_alone_gets_pictures_as_text(family: str, tmp
     model = loaded(family)
     text = model.loaded.tokenizer.decode(ids)
     pictures = [model.family.literal.replace(model.family.marker, model.family.layout(p.size).text) for p in (A, B)]
-    assert text == f"user: {pictures[0]}\nWhat is this?\nassistant: A cat.\nuser: And \n{pictures[1]}\n this?\nassistant: "
+    assert (
+        text == f"user: {pictures[0]}\nWhat is this?\nassistant: A cat.\nuser: And \n{pictures[1]}\n this?\nassistant: "
+    )
     assert [image.picture for image in images] == [A, B]
     assert tokens(made, "Hello")[0] == model.loaded.tokenizer.encode("user: Hello\nassistant: ")
 
