@@ -78,7 +78,7 @@ class PromptVision(Protocol):
     `keys` is the prompt as the cache sees it: as long as the request's, with ids made of a picture's digest where
     the model gets that picture's features. `starts` are in order. A token behind the last picture stands at the
     rope position of its index plus `rope_delta` (0 for models that count positions like tokens). The features of
-    `encoded` pictures were computed for this prompt, those of `reused` were stored; restored KV needs none.
+    `encoded` pictures were computed for this prompt, those of `reused` were there; restored KV needs none.
     """
 
     keys: list[int]

@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 
 import mlx.core as mx
 
@@ -48,7 +48,7 @@ class _Encoding:
 
     key: str
     pixels: Future[Pixels]
-    users: set[PromptImages] = field(default_factory=set)
+    users: set[PromptImages]
     steps: Steps | None = None
     features: mx.array | None = None
 
@@ -107,9 +107,11 @@ class VLMEngine(Engine):
                 user.reused += 1
                 return stored
             pixels = _pixel_pool.submit(_pixels, self._family, image.picture)
-            encoding = self._encodings[key] = _Encoding(key, pixels)
+            encoding = self._encodings[key] = _Encoding(key, pixels, {user})
             user.encoded += 1
-        encoding.users.add(user)
+        elif user not in encoding.users:
+            encoding.users.add(user)
+            user.reused += 1
         if encoding.features is None:
             self._advance(encoding, wait_s)
         return encoding.features

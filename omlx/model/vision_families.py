@@ -21,6 +21,7 @@ from omlx.model.vision_family import (
     batches,
     check_ratio,
     digest_of,
+    fitted,
     float_tiles,
     joined,
     layer_by_layer,
@@ -58,7 +59,8 @@ class LlavaFamily(VisionFamily):
         return Layout(self.image_token * self._positions, self._positions)
 
     def pixels(self, picture: Any) -> Pixels:
-        return Pixels(float_tiles(self._processor([picture], return_tensors="np")["pixel_values"]))
+        resized = fitted(self._processor, picture)
+        return Pixels(float_tiles(self._processor([resized], return_tensors="np")["pixel_values"]))
 
     def encode(self, pixels: Pixels) -> Steps:
         pieces = []
@@ -145,6 +147,8 @@ class Idefics3Family(VisionFamily):
         return rows, math.ceil(int(rows * side * ratio) / side)
 
     def pixels(self, picture: Any) -> Pixels:
+        if self._processor.do_resize:  # here, since the processor copies large pictures a few times
+            picture = picture.resize(self._resized(picture.size)[::-1], self._processor.resample)
         return Pixels(float_tiles(self._processor([picture], return_tensors="np")["pixel_values"]))
 
     def encode(self, pixels: Pixels) -> Steps:
@@ -188,7 +192,8 @@ class Gemma3Family(VisionFamily):
         return Layout(self._text, self._positions)
 
     def pixels(self, picture: Any) -> Pixels:
-        return Pixels(float_tiles(self._processor([picture], return_tensors="np")["pixel_values"]))
+        resized = fitted(self._processor, picture)
+        return Pixels(float_tiles(self._processor([resized], return_tensors="np")["pixel_values"]))
 
     def encode(self, pixels: Pixels) -> Steps:
         pieces = []

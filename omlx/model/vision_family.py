@@ -181,10 +181,24 @@ def pil_processor(settings: dict[str, Any], default: str) -> Any:
     return getattr(module, f"{name}Pil").from_dict(settings)
 
 
+def fitted(processor: Any, picture: Any) -> Any:
+    """The picture (a PIL image), resized as the image processor would begin with: it copies large ones a few times."""
+    size = processor.size
+    if not processor.do_resize or getattr(processor, "do_pad", False):
+        return picture
+    if size.height and size.width:
+        return picture.resize((size.width, size.height), processor.resample)
+    if size.shortest_edge and not size.longest_edge:
+        shorter, longer = min(picture.size), max(picture.size)
+        sides = size.shortest_edge, int(size.shortest_edge * longer / shorter)
+        return picture.resize(sides if picture.width <= picture.height else sides[::-1], processor.resample)
+    return picture
+
+
 def digest_of(kind: str, settings: dict[str, Any]) -> bytes:
-    """32 bytes that stand for settings."""
+    """32 bytes that stand for settings, and for how tiles go through an encoder."""
     text = json.dumps(settings, sort_keys=True, default=str)
-    return hashlib.sha256(f"omlx pixels 1 {kind} {text}".encode()).digest()
+    return hashlib.sha256(f"omlx pixels 1 {kind} {PATCHES_AT_ONCE} {text}".encode()).digest()
 
 
 def batches(values: npt.NDArray[Any], patches: int) -> Iterator[mx.array]:

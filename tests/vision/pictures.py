@@ -28,7 +28,7 @@ class Shown:
 
 
 def noise(seed: int, width: int = 48, height: int = 40) -> Shown:
-    """Coloured squares, different ones for each seed."""
+    """Coloured squares, different ones for each seed, with soft edges."""
     rng = np.random.default_rng(seed)
-    small = rng.integers(0, 256, (4, 4, 3), np.uint8)
-    return Shown(Image.fromarray(small).resize((width, height), Image.Resampling.NEAREST), [])
+    small = rng.integers(0, 256, (5, 5, 3), np.uint8)
+    return Shown(Image.fromarray(small).resize((width, height), Image.Resampling.BILINEAR), [])

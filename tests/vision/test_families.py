@@ -54,14 +54,31 @@ def test_the_token_ids_are_those_of_the_processor(family: str, question: str) ->
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_a_picture_becomes_follows_from_its_size_as_the_processor_says(family: str) -> None:
     rng, model = random.Random(7), loaded(family)
-    edges = [(1, 1), (32, 32), (33, 32), (64, 64), (65, 64), (63, 129), (1, 200), (200, 1), (31, 700), (700, 31)]
+    edges = [
+        (1, 1),
+        (1200, 700),
+        (900, 901),
+        (32, 32),
+        (33, 32),
+        (64, 64),
+        (65, 64),
+        (63, 129),
+        (1, 200),
+        (200, 1),
+        (31, 700),
+        (700, 31),
+    ]
     for width, height in edges + [(rng.randint(1, 300), rng.randint(1, 300)) for _ in range(60)]:
         picture = noise(width, width, height)
-        ids = processed(family, [picture, "x"])["input_ids"]
+        inputs = processed(family, [picture, "x"])
+        ids = inputs["input_ids"]
         expected = int((ids == model.family.image_token_id).sum())
         layout = model.family.layout(picture.size)
         assert layout.positions == expected == layout.text.count(model.family.image_token), picture.size
         assert template(family).tokens(*sized([picture, "x"]))[0] == ids.tolist()[0]
+        if family not in MROPE:
+            expected = np.asarray(inputs["pixel_values"])
+            assert np.array_equal(model.family.pixels(picture.image).values, expected.reshape(-1, *expected.shape[-3:]))
 
 
 def sized(*turns: Any) -> tuple[Any, dict[str, Any], list[Shown]]:

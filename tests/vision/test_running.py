@@ -147,6 +147,7 @@ def test_a_picture_shown_by_two_requests_at_once_is_encoded_once(features: Visio
     pair = [bench.show([text, A, STORY]) for text in ("First. ", "Now another question about it. ")]
     bench.run()
     assert bench.failures == {} and bench.encoded == 1
+    assert sorted((request.vision.encoded, request.vision.reused) for request in pair) == [(0, 1), (1, 0)]
     for request, text in zip(pair, ("First. ", "Now another question about it. "), strict=True):
         assert words(bench.answer(request)) == words(cold("idefics3", [text, A, STORY]))
 

@@ -1,11 +1,14 @@
 """From messages to prompts: where pictures are, and what only looks like one."""
 
+import itertools
 import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from omlx.errors import BadRequest
 from omlx.model.vision_template import VisionTemplate
@@ -86,6 +89,32 @@ def test_the_digest_is_of_pixels_and_of_what_is_done_to_them() -> None:
     assert len(set(digests.values())) == len(FAMILIES) - 2  # smolvlm does what idefics3 does, qwen2_5 what qwen2 does
     assert digests["idefics3"] != digests["idefics3-unsplit"]
     assert template("llava").digest(noise(1)) == digests["llava"] != template("llava").digest(B)
+
+
+PIECES = st.sampled_from(["<", "image", ">", "<image>", "<fake_token_around_image>", " ", "\ue000", "0", "ä"])
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.one_of(st.none(), st.lists(PIECES, max_size=6).map("".join)), max_size=6))
+def test_whatever_stands_around_them_pictures_are_found_or_refused(parts: list[str | None]) -> None:
+    """`None` is a picture. Texts next to each other may form what stands for one: that is refused."""
+    turn = [A if part is None else part for part in parts]
+    try:
+        ids, images = tokens(template("idefics3"), turn)
+    except BadRequest:
+        assert any(isinstance(a, str) and isinstance(b, str) for a, b in itertools.pairwise(turn))
+        return
+    layout, tokenizer = loaded("idefics3").family.layout(A.size), loaded("idefics3").loaded.tokenizer
+    texts = [layout.text if part is None else part for part in parts]
+    assert tokenizer.decode(ids) == f"<|im_start|>user\n{''.join(texts)}<|im_end|>\n<|im_start|>assistant\n"
+    # Each text alone gives as many tokens as it does in the prompt: bytes and special tokens are never joined.
+    lengths = [len(tokenizer.encode(text, add_special_tokens=False)) for text in texts]
+    begins = [len("|user\n") + sum(lengths[:at]) for at, part in enumerate(parts) if part is None]
+    assert [image.picture for image in images] == [A] * parts.count(None)
+    for image, begin in zip(images, begins, strict=True):
+        assert ids[begin] == tokenizer.convert_tokens_to_ids("<fake_token_around_image>")
+        assert image.start == begin + 2 and image.end < begin + len(layout.text)
+        assert len(image.positions) == layout.positions
 
 
 # ---- templates
