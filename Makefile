@@ -1,4 +1,4 @@
-# Every target sets up what it needs: .venv in this folder, and the starter model.
+# Every target sets up what it needs: .venv in this folder, the starter model, for tests an embedding model too.
 # Works with GNU make 3.81 (macOS) and newer, and in folders whose names hold spaces.
 
 # What brings the MLX backend on Linux: "cpu" or "cuda". On macOS nothing more is needed.
@@ -7,6 +7,7 @@ OMLX_EXTRA ?= cpu
 ARGS ?=
 
 MODEL := smollm2-135m
+EMBEDDER := all-minilm-l6-v2
 RUN   := .venv/installed-$(OMLX_EXTRA)
 DEV   := .venv/installed-$(OMLX_EXTRA)-dev
 
@@ -30,6 +31,7 @@ model: $(RUN)
 	@.venv/bin/omlx pull $(MODEL)
 
 test: check model
+	@.venv/bin/omlx pull $(EMBEDDER)
 	.venv/bin/python -m pytest $(ARGS)
 
 check: $(DEV)

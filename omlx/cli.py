@@ -23,7 +23,7 @@ from omlx.model.progress import console_progress
 from omlx.settings import Settings, default_home, flag_help, flag_name, option_fields
 from omlx.sizes import format_size
 
-STARTER = "smollm2-135m"
+STARTER, EMBEDDER = "smollm2-135m", "all-minilm-l6-v2"
 
 app = typer.Typer(
     name="omlx",
@@ -114,7 +114,7 @@ app.command("run", help="The same as serve.")(_with_settings(serve))
 
 @app.command()
 def pull(
-    name: Annotated[str, typer.Argument(help=f"{STARTER}, or ORG/NAME on the Hugging Face hub.")],
+    name: Annotated[str, typer.Argument(help=f"{STARTER}, {EMBEDDER}, or ORG/NAME on the Hugging Face hub.")],
 ) -> None:
     """Fetch a model into the home folder."""
     fetch = "omlx.model.hub:pull_from_hub" if "/" in name else "omlx.model.starter:pull"

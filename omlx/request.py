@@ -9,6 +9,14 @@ FinishReason = Literal["stop", "length", "abort"]
 
 
 @dataclass(frozen=True, slots=True)
+class GrammarSpec:
+    """What an answer has to look like: any JSON object, JSON of a schema (its JSON in `text`), or a Lark grammar."""
+
+    kind: Literal["json_object", "json_schema", "lark"]
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How one answer is sampled. Ranges are checked where a request is parsed.
 
@@ -32,6 +40,7 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
     top_logprobs: int | None = None
     ignore_eos: bool = False
+    grammar: GrammarSpec | None = None
 
 
 @dataclass(slots=True)
@@ -96,6 +105,9 @@ class PromptVision(Protocol):
     def release(self) -> None:
         """The features are not needed for now; `prepare` may be called again."""
 
+    def again(self) -> "PromptVision":
+        """The same pictures for another request: this one belongs to the request that has it."""
+
 
 @dataclass(slots=True)
 class Request:
@@ -138,3 +150,15 @@ class TokenOutput:
     finish_reason: FinishReason | None = None
     logprob: float | None = None
     top_logprobs: tuple[tuple[int, float], ...] = ()
+
+
+Text = str | tuple[str, str]
+"""A text, or a question and a document that may answer it."""
+
+
+class EncoderInput(NamedTuple):
+    """What a model for embeddings or scores reads: token ids, special ones included; `types` (0 and 1) tell the two
+    texts of a pair apart."""
+
+    ids: list[int]
+    types: list[int] | None = None

@@ -243,9 +243,9 @@ class Scheduler:
             self._shared.forget(request_id)
             self._finished(waiting, "abort")
 
-    def step(self) -> None:
-        """Advances everybody; returns after a bounded time."""
-        self._prefill_step()
+    def step(self, share: float = 1.0) -> None:
+        """Advances everybody; returns after a bounded time, `share` of it if others work on this thread as well."""
+        self._prefill_step(share)
         self._decode_step()
         while self.kv_bytes > self.config.max_kv_cache_memory and self.pause_newest():
             pass
@@ -349,10 +349,10 @@ class Scheduler:
 
     # ---- prefill
 
-    def _prefill_step(self) -> None:
-        """Prefills for as long as running streams may wait, at least one chunk."""
+    def _prefill_step(self, share: float) -> None:
+        """Prefills for as long as running streams (or others at work) may wait, at least one chunk."""
         started = time.monotonic()
-        budget = self.config.max_stall_s if self._decoding else _IDLE_CHUNK_S
+        budget = self.config.max_stall_s * share if self._decoding or share < 1 else _IDLE_CHUNK_S
         while (row := self._next_row()) is not None:
             if row.remaining:
                 left, before = budget - (time.monotonic() - started), row.position

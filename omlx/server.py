@@ -24,9 +24,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from omlx import __version__
 from omlx.admin import routes as admin
-from omlx.api import openai, sse
-from omlx.api.chat import EnginePool, Parse, ServedModel, make_request
-from omlx.api.events import INTERNAL_FAULT, Fault, answer_events, collect, fault_of
+from omlx.api import embeddings, openai, sse, tokens
+from omlx.api.answering import answer_events, collect
+from omlx.api.chat import EnginePool, Parse, ServedModel, make_generation
+from omlx.api.events import INTERNAL_FAULT, Fault, fault_of
 from omlx.errors import BadRequest, NotFound, OmlxError
 from omlx.settings import Settings, usage_hint
 
@@ -76,6 +77,8 @@ def create_app(pool: admin.AdminPool, settings: Settings) -> FastAPI:
     app.state.stopping = stopping
     app.state.start_error = None
     _add_routes(app, pool)
+    app.include_router(embeddings.router(pool, read_json))
+    app.include_router(tokens.router(pool, read_json))
     app.include_router(admin.router(pool, settings, read_json))
     _add_error_handlers(app)
     app.add_middleware(AdminCheck, key=settings.admin_key.get_secret_value() if settings.admin_key else None)
@@ -219,12 +222,11 @@ async def answer(http: Request, pool: EnginePool, parse: Parse) -> Response:
     """One request from body to answer, in any dialect."""
     asked, dialect = parse(await read_json(http))
     engine = await pool.get(asked.model)
-    request = await make_request(engine, asked, dialect.request_id)
-    context = request.prompt if asked.continues_prompt else ()
-    events = answer_events(engine, request, model=engine.name, context=context)
+    generation = await make_generation(engine, asked, dialect.request_id)
+    events = answer_events(engine, generation, model=engine.name)
     if asked.stream:
         first = await sse.begin(events)
-        return sse.EventStreamResponse(first, events, dialect, request)
+        return sse.EventStreamResponse(first, events, dialect, generation)
     whole = await sse.until_disconnect(http.receive, collect(events))
     return JSONResponse(dialect.body(whole))
 
@@ -250,12 +252,15 @@ async def read_json(http: Request) -> dict[str, Any]:
 
 
 async def _model_body(pool: EnginePool, model: ServedModel) -> dict[str, Any]:
-    context_length = (await pool.get(model.name)).context_length if model.loaded else None
+    context_length = None
+    if model.loaded:
+        engine = await (pool.get(model.name) if model.kind == "text" else pool.get_embedder(model.name))
+        context_length = engine.context_length
     try:
         created = int(os.stat(model.path).st_mtime)
     except OSError:
         created = 0
-    return openai.model_body(model.name, created, context_length)
+    return openai.model_body(model.name, created, context_length) | {"kind": model.kind}
 
 
 def _add_error_handlers(app: FastAPI) -> None:
@@ -378,8 +383,9 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def _announce(pool: EnginePool, settings: Settings, port: int) -> None:
-    model = next((model.name for model in pool.models()), "MODEL")
-    hint = usage_hint(settings.host, port, model, settings.api_key is not None)
+    served = sorted(pool.models(), key=lambda model: model.kind != "text")
+    name, kind = (served[0].name, served[0].kind) if served else ("MODEL", "text")
+    hint = usage_hint(settings.host, port, name, settings.api_key is not None, kind)
     print(*settings.describe(), "", hint, sep="\n", flush=True)
 
 

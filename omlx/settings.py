@@ -419,28 +419,42 @@ def flag_help(field: str) -> tuple[str, str]:
     return f"{info.description}{default}", str(extra["metavar"])
 
 
-def usage_hint(host: str, port: int, model: str, api_key_set: bool) -> str:
-    """A curl line and a Python snippet that talk to a running server as they stand."""
+def usage_hint(host: str, port: int, model: str, api_key_set: bool, kind: str = "text") -> str:
+    """A curl line and, for a model of kind "text", a Python snippet that talk to a running server as they stand."""
     base = f"http://{reachable(host)}:{port}/v1"
-    messages = [{"role": "user", "content": "What is the capital of France?"}]
-    # Greedy and bounded: a small model that samples freely may ramble on to the end of its context.
-    body = {"model": model, "messages": messages, "temperature": 0, "max_tokens": 100}
+    path, body = _example(model, kind)
     # In single quotes for the shell; a quote inside a JSON string may be written as an escape.
     data = json.dumps(body).replace("'", "\\u0027")
     bearer = ' -H "Authorization: Bearer $OMLX_API_KEY"' if api_key_set else ""
+    lines = ["# OMLX_API_KEY: the key that this server was given"] if api_key_set else []
+    lines += [f"curl {base}/{path} -H 'Content-Type: application/json'{bearer} -d '{data}'"]
+    return "\n".join(lines + (_python_hint(base, body, api_key_set) if kind == "text" else []))
+
+
+def _example(model: str, kind: str) -> tuple[str, dict[str, Any]]:
+    """A path and a body that suit a kind of model."""
+    question = "What is the capital of France?"
+    if kind == "embedding":
+        return "embeddings", {"model": model, "input": question}
+    if kind == "rerank":
+        return "rerank", {"model": model, "query": question, "documents": ["Paris is its capital.", "The sky is blue."]}
+    # Greedy and bounded: a small model that samples freely may ramble on to the end of its context.
+    messages = [{"role": "user", "content": question}]
+    return "chat/completions", {"model": model, "messages": messages, "temperature": 0, "max_tokens": 100}
+
+
+def _python_hint(base: str, body: dict[str, Any], api_key_set: bool) -> list[str]:
     key = 'os.environ["OMLX_API_KEY"]' if api_key_set else '"none"'
-    lines = [
-        f"curl {base}/chat/completions -H 'Content-Type: application/json'{bearer} -d '{data}'",
+    return [
         "",
         "# Python: pip install openai",
         *(["import os"] if api_key_set else []),
         "from openai import OpenAI",
         f"client = OpenAI(base_url={json.dumps(base)}, api_key={key})",
-        f"answer = client.chat.completions.create(model={json.dumps(model)}, temperature=0, max_tokens=100,",
-        f"    messages={json.dumps(messages)})",
+        f"answer = client.chat.completions.create(model={json.dumps(body['model'])}, temperature=0, max_tokens=100,",
+        f"    messages={json.dumps(body['messages'])})",
         "print(answer.choices[0].message.content)",
     ]
-    return "\n".join((["# OMLX_API_KEY: the key that this server was given"] if api_key_set else []) + lines)
 
 
 def reachable(host: str) -> str:

@@ -1,5 +1,7 @@
 """Real tokenizers of the two common kinds, made here: no weights, no downloads."""
 
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.tool_parsers import json_tools
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -27,12 +29,16 @@ class SmallTokenizer(PreTrainedTokenizerFast):
 
 def byte_level(chat_template: str | None = CHAT_TEMPLATE) -> SmallTokenizer:
     """One token a byte, as in GPT-2, and one merge."""
+    return SmallTokenizer(tokenizer_object=_bytes(), eos_token="<eos>", chat_template=chat_template)
+
+
+def _bytes() -> Tokenizer:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {char: index for index, char in enumerate([*alphabet, "Ġt", "<eos>"])}
     raw = Tokenizer(models.BPE(vocab=vocab, merges=[("Ġ", "t")]))
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     raw.decoder = decoders.ByteLevel()
-    return SmallTokenizer(tokenizer_object=raw, eos_token="<eos>", chat_template=chat_template)
+    return raw
 
 
 def sentence_piece() -> SmallTokenizer:
@@ -44,3 +50,32 @@ def sentence_piece() -> SmallTokenizer:
         decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)
     ])  # fmt: skip
     return SmallTokenizer(tokenizer_object=raw, eos_token="</s>")
+
+
+TOOL_TEMPLATE = (
+    "{% if tools %}<tools>{% for tool in tools %}{{ (tool | tojson) + '\n' }}{% endfor %}{{ '</tools>\n' }}{% endif %}"
+    "{% for message in messages %}<{{ message.role }}>"
+    "{% if message.reasoning_content and (keep or loop.last) %}"
+    "<think>{{ message.reasoning_content }}</think>{% endif %}"
+    "{{ message.content }}"
+    "{% for call in message.tool_calls or [] %}"
+    """{{ '\n<tool_call>\n{"name": "' + call.function.name + '", "arguments": ' }}"""
+    "{{ (call.function.arguments | tojson) + '}\n</tool_call>' }}{% endfor %}"
+    "{% if message.name %}({{ message.name }}){% endif %}{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% if enable_thinking and opens %}{{ '<think>\n' }}{% endif %}{% endif %}"
+)
+
+
+def with_tools(*, thinks: bool = False) -> TokenizerWrapper:
+    """A model whose template knows tools (calls in JSON) and, if it `thinks`, has marks for that in its vocabulary."""
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=_bytes(), eos_token="<eos>", chat_template=TOOL_TEMPLATE, clean_up_tokenization_spaces=False
+    )
+    if thinks:
+        tokenizer.add_tokens(["<think>", "</think>"], special_tokens=True)
+    return TokenizerWrapper(
+        tokenizer,
+        tool_call_start=json_tools.tool_call_start,
+        tool_call_end=json_tools.tool_call_end,
+        tool_parser=json_tools.parse_tool_call,
+    )

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from omlx import __version__
-from omlx.cli import STARTER, main
+from omlx.cli import EMBEDDER, STARTER, main
 from omlx.settings import Settings, flag_name, option_fields
 
 
@@ -231,7 +231,8 @@ def test_what_is_imported_late_exists(target: str) -> None:
 
 
 def test_the_starter_model_is_one_that_pull_knows() -> None:
-    assert importlib.import_module("omlx.model.starter").STARTER == STARTER
+    starter = importlib.import_module("omlx.model.starter")
+    assert (starter.STARTER, starter.EMBEDDER) == (STARTER, EMBEDDER)
 
 
 def test_a_bad_adapter_is_refused_before_anything_is_loaded(

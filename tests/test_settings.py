@@ -377,6 +377,13 @@ def test_the_hint_names_an_address_one_can_reach(host: str, base: str) -> None:
     assert f'base_url="{base}"' in hint
 
 
+@pytest.mark.parametrize(("kind", "path"), [("embedding", "embeddings"), ("rerank", "rerank")])
+def test_the_hint_suits_what_the_model_is_for(kind: str, path: str) -> None:
+    hint = usage_hint("127.0.0.1", 80, "tiny", True, kind)
+    assert f"curl http://127.0.0.1:80/v1/{path} " in hint and "chat" not in hint
+    assert json.loads(hint.split("-d '")[1].removesuffix("'"))["model"] == "tiny"
+
+
 @pytest.mark.parametrize("key", [True, False])
 @pytest.mark.parametrize("model", ["tiny", 'it\'s "odd"/näme $HOME'])
 def test_the_hint_is_valid_shell_and_python(model: str, key: bool) -> None:

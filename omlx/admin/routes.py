@@ -15,7 +15,8 @@ from pydantic import Field
 
 from omlx import __version__
 from omlx.api import openai
-from omlx.api.chat import ChatRequest, EnginePool, tokenize
+from omlx.api.chat import ChatPrompt, ChatRequest, EnginePool, tokenize
+from omlx.api.message_places import where_it_differs
 from omlx.api.openai_body import Body, TokenIds, validated
 from omlx.errors import BadRequest
 from omlx.request import ImageStart, Request
@@ -61,6 +62,7 @@ class ProbeBody(Body):
     prompt: Any = None
     tokens: Annotated[TokenIds, Field(min_length=1)] | None = None
     chat_template_kwargs: Any = None
+    tools: Any = None
     cache_salt: Any = None
 
 
@@ -81,26 +83,32 @@ def router(pool: AdminPool, settings: Settings, read_json: ReadJson) -> APIRoute
     async def figures() -> Response:
         return JSONResponse({"version": __version__, **await pool.cache_figures(), "settings": _in_force(settings)})
 
-    async def prompt_of(body: dict[str, Any]) -> tuple[str, Request]:
+    async def prompt_of(body: dict[str, Any]) -> tuple[ChatRequest, Request]:
         asked = _asked(body)
         engine = await pool.get(asked.model)
         tokens = await asyncio.to_thread(tokenize, engine, asked)
         if not tokens:
             raise BadRequest("the prompt is empty", param=asked.prompt_field)
-        return asked.model, Request("admin", tokens, asked.sampling, cache_salt=asked.cache_salt)
+        return asked, Request("admin", tokens, asked.sampling, cache_salt=asked.cache_salt)
 
     async def probe(http: HttpRequest) -> Response:
-        model, prompt = await prompt_of(await read_json(http))
-        found = await pool.cache_probe(model, prompt.cache_tokens(prompt.prompt), prompt.cache_salt, prompt.images)
-        tiers = await pool.feature_tiers(model, [image.digest for image in prompt.images])
-        said = {"model": model, "tokens": len(prompt.prompt)} | _shown(found)
-        return JSONResponse(said | _pictures(prompt.images, tiers))
+        asked, prompt = await prompt_of(await read_json(http))
+        found = await pool.cache_probe(
+            asked.model, prompt.cache_tokens(prompt.prompt), prompt.cache_salt, prompt.images
+        )
+        shown: dict[str, Any] = {"model": asked.model, "tokens": len(prompt.prompt)} | _shown(found)
+        if found is not None and found.first_miss is not None and isinstance(asked.prompt, ChatPrompt):
+            engine = await pool.get(asked.model)
+            place = await asyncio.to_thread(where_it_differs, engine, asked.prompt, prompt.prompt, found.first_miss)
+            shown["first_miss"] |= place
+        tiers = await pool.feature_tiers(asked.model, [image.digest for image in prompt.images])
+        return JSONResponse(shown | _pictures(prompt.images, tiers))
 
     async def clear(http: HttpRequest) -> Response:
         body = await read_json(http)
         if _is_conversation(body):
-            model, prompt = await prompt_of(_up_to_the_last_question(body))
-            gone = await pool.forget_conversation(model, prompt.cache_tokens(prompt.prompt), prompt.cache_salt)
+            asked, prompt = await prompt_of(_up_to_the_last_question(body))
+            gone = await pool.forget_conversation(asked.model, prompt.cache_tokens(prompt.prompt), prompt.cache_salt)
             return JSONResponse(gone._asdict())
         fields = validated(ClearBody, body)
         return JSONResponse((await pool.clear_cache(fields.model, _age(fields.older_than)))._asdict())
@@ -163,7 +171,11 @@ def _asked(body: dict[str, Any]) -> ChatRequest:
         raise BadRequest("exactly one of messages, prompt and tokens has to be given", param=(given or ["messages"])[0])
     parts = {"model": fields.model, "cache_salt": fields.cache_salt}
     if fields.messages is not None:
-        extra = {"messages": fields.messages, "chat_template_kwargs": fields.chat_template_kwargs}
+        extra = {
+            "messages": fields.messages,
+            "chat_template_kwargs": fields.chat_template_kwargs,
+            "tools": fields.tools,
+        }
         return openai.parse_chat(parts | extra)[0]
     if fields.prompt is not None:
         return openai.parse_completion(parts | {"prompt": fields.prompt})[0]

@@ -3,17 +3,21 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
+from omlx.api.answer_format import PLAIN, AnswerFormat, answer_format, call_syntax, has_tool_template
+from omlx.api.answering import Generation
+from omlx.api.embeddings import EmbedderPool
 from omlx.api.events import Dialect
+from omlx.api.tool_prompt import spelled_out, without_billing_line
 from omlx.engine.detokenize import TextEngine
 from omlx.errors import BadRequest
 from omlx.model import chat_template
-from omlx.request import Request, SamplingParams
+from omlx.request import Request, RequestStats, SamplingParams
 
 
 class ServedModel(Protocol):
-    """A model that can be asked for; `loaded` if it is in memory now."""
+    """A model that can be asked for; `loaded` if it is in memory now. `kind`: "text", "embedding" or "rerank"."""
 
     @property
     def name(self) -> str: ...
@@ -23,6 +27,9 @@ class ServedModel(Protocol):
 
     @property
     def loaded(self) -> bool: ...
+
+    @property
+    def kind(self) -> str: ...
 
 
 class Engine(TextEngine, Protocol):
@@ -43,8 +50,11 @@ class Engine(TextEngine, Protocol):
     @property
     def longest_token(self) -> int: ...
 
+    @property
+    def most_requests(self) -> int: ...
 
-class EnginePool(Protocol):
+
+class EnginePool(EmbedderPool, Protocol):
     """All served models, as the server sees them (omlx.engine.pool has the real one).
 
     `get` loads a model on first use; it raises NotFound for a name that is not served and ModelError
@@ -64,18 +74,49 @@ class EnginePool(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """Messages for the model's chat template: dicts with `role` and a `content` text."""
+    """Messages for the model's chat template: dicts with `role` and a `content` text.
+
+    An assistant's may have `tool_calls` (with `arguments` as objects) and `reasoning_content`, a tool's has
+    `tool_call_id` and `name` where they are known. `tools` are what may be called, as `tool_prompt.canonical_tools`
+    gives them.
+    """
 
     messages: list[dict[str, Any]]
     template_args: dict[str, Any] = field(default_factory=dict)
+    tools: tuple[dict[str, Any], ...] = ()
+
+
+class ToolChoice(NamedTuple):
+    """Whether tools may be called: "auto" leaves it to the model, "named" asks for the tool `name`.
+
+    With `parallel` False at most one call is wanted. `strict`: the arguments of calls have to fit their schemas.
+    """
+
+    mode: Literal["auto", "none", "required", "named"] = "auto"
+    name: str = ""
+    parallel: bool = True
+    strict: bool = False
+
+
+AUTO = ToolChoice()
+
+
+class OutputFormat(NamedTuple):
+    """The form that the text of the answer has to have: a JSON object, or what `schema` says."""
+
+    kind: Literal["json_object", "json_schema"]
+    schema: dict[str, Any] | bool | None = None
+    strict: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
     """What a client asks for, whatever dialect it spoke.
 
-    `prompt` is a conversation, or text or token ids to be continued. `sampling.max_tokens` 0 means
-    as many as fit. `prompt_field` and `max_tokens_field` are how the dialect calls these two.
+    `prompt` is a conversation, or text or token ids to be continued; `more_prompts` are further ones of the latter,
+    answered side by side. Each prompt gets `n` choices. `echo`: a choice begins with its prompt's text.
+    `sampling.max_tokens` 0 means as many as fit. `prompt_field` and `max_tokens_field` are how the dialect calls these
+    two.
     """
 
     model: str
@@ -86,6 +127,11 @@ class ChatRequest:
     cache_salt: str = ""
     prompt_field: str = "messages"
     max_tokens_field: str = "max_tokens"
+    more_prompts: tuple[str | list[int], ...] = ()
+    n: int = 1
+    echo: bool = False
+    tool_choice: ToolChoice = AUTO
+    output_format: OutputFormat | None = None
 
     @property
     def continues_prompt(self) -> bool:
@@ -94,6 +140,83 @@ class ChatRequest:
 
 
 Parse = Callable[[dict[str, Any]], tuple[ChatRequest, Dialect]]
+
+
+_NEVER = -100.0
+
+# Enough to see whether a template opened the model's thinking at a prompt's end.
+_END_TOKENS = 16
+
+
+async def make_generation(engine: Engine, asked: ChatRequest, request_id: str) -> Generation:
+    """All requests that the answer takes. Raises BadRequest, which names the field."""
+    prompts = [asked.prompt, *asked.more_prompts]
+    _check_number(engine, asked, len(prompts) * asked.n)
+    asked = replace(asked, sampling=_without_calls(engine, asked))
+    firsts = [
+        await make_request(engine, replace(asked, prompt=prompt), _choice_id(request_id, index * asked.n))
+        for index, prompt in enumerate(prompts)
+    ]
+    requests = [_choice(first, request_id, at, k) for at, first in enumerate(firsts) for k in range(asked.n)]
+    return Generation(
+        tuple(requests),
+        answer_form(engine, asked, firsts[0].prompt),
+        asked.n,
+        asked.continues_prompt,
+        tuple(_text_of(engine, prompt) for prompt in prompts) if asked.echo else (),
+    )
+
+
+def _check_number(engine: Engine, asked: ChatRequest, choices: int) -> None:
+    if choices > engine.most_requests:
+        field = "n" if asked.n > 1 else asked.prompt_field
+        raise BadRequest(
+            f"{field}: {choices} answers were asked for; at most {engine.most_requests} requests may run or wait here",
+            param=field,
+        )
+
+
+def _without_calls(engine: Engine, asked: ChatRequest) -> SamplingParams:
+    """With `tool_choice` none the mark that begins a call is held down, where it is a token of its own.
+
+    The tools stay in the prompt: it is the same as with them, and so is what is cached of it.
+    """
+    if asked.tool_choice.mode != "none" or not isinstance(asked.prompt, ChatPrompt) or not asked.prompt.tools:
+        return asked.sampling
+    begin = engine.tokenizer.encode(call_syntax(engine.tokenizer).start, add_special_tokens=False)
+    if len(begin) != 1:
+        return asked.sampling
+    bias = dict(asked.sampling.logit_bias) | {begin[0]: _NEVER}
+    return replace(asked.sampling, logit_bias=tuple(sorted(bias.items())))
+
+
+def _choice_id(request_id: str, index: int) -> str:
+    return f"{request_id}-{index}" if index else request_id
+
+
+def _choice(first: Request, request_id: str, prompt: int, k: int) -> Request:
+    """The k-th choice of a prompt: the same request with other random draws."""
+    if k == 0:
+        return first
+    seed = first.sampling.seed
+    sampling = replace(first.sampling, seed=None if seed is None else seed + k)
+    name = _choice_id(request_id, prompt + k)
+    vision = None if first.vision is None else first.vision.again()
+    return replace(first, request_id=name, sampling=sampling, stats=RequestStats(), vision=vision)
+
+
+def answer_form(engine: Engine, asked: ChatRequest, prompt: list[int]) -> AnswerFormat:
+    """How the answer to a prompt (its tokens) is marked. A text that is continued has no marks."""
+    if not isinstance(asked.prompt, ChatPrompt):
+        return PLAIN
+    tools = () if asked.tool_choice.mode == "none" else asked.prompt.tools
+    end = engine.tokenizer.decode(prompt[-_END_TOKENS:])
+    return answer_format(engine.tokenizer, end, tools, one_call=not asked.tool_choice.parallel)
+
+
+def _text_of(engine: Engine, prompt: ChatPrompt | str | list[int]) -> str:
+    assert not isinstance(prompt, ChatPrompt)
+    return prompt if isinstance(prompt, str) else str(engine.tokenizer.decode(prompt))
 
 
 async def make_request(engine: Engine, asked: ChatRequest, request_id: str) -> Request:
@@ -113,32 +236,43 @@ def tokenize(engine: Engine, asked: ChatRequest) -> list[int]:
     """Token ids of the prompt. Raises BadRequest."""
     prompt = asked.prompt
     if isinstance(prompt, ChatPrompt):
-        text = _bounded(engine, asked, render(engine, prompt))
-        return list(engine.tokenizer.encode(text, add_special_tokens=False))
+        return encode(engine, render(engine, prompt), asked.prompt_field, special=False)
     if isinstance(prompt, str):
-        return list(engine.tokenizer.encode(_bounded(engine, asked, prompt)))
+        return encode(engine, prompt, asked.prompt_field)
     if prompt and not (min(prompt) >= 0 and max(prompt) < engine.vocab_size):
         message = f"{asked.prompt_field}: token ids of this model are from 0 to {engine.vocab_size - 1}"
         raise BadRequest(message, param=asked.prompt_field)
     return prompt
 
 
-def _bounded(engine: Engine, asked: ChatRequest, text: str) -> str:
-    """The text, unless it is too long for the context whatever its tokens are: finding these takes long."""
+def encode(engine: Engine, text: str, field: str, *, special: bool = True) -> list[int]:
+    """Token ids of a text, which the client's `field` held; `special`: with those that begin every text.
+
+    Raises BadRequest for one that is too long for the context whatever its tokens are: finding these takes long.
+    """
     most = engine.context_length * engine.longest_token
     if len(text) > most:
         raise BadRequest(
-            f"{asked.prompt_field}: {len(text)} characters are more than {engine.context_length} tokens, "
+            f"{field}: {len(text)} characters are more than {engine.context_length} tokens, "
             f"the context length{engine.context_note}, can hold",
-            param=asked.prompt_field,
+            param=field,
             code="context_length_exceeded",
         )
-    return text
+    return list(engine.tokenizer.encode(text, add_special_tokens=special))
 
 
-def render(engine: Engine, prompt: ChatPrompt) -> str:
-    """The conversation as the model's template writes it, ready for the answer. Raises BadRequest."""
-    return chat_template.render(engine.tokenizer, engine.name, prompt.messages, prompt.template_args)
+def render(engine: Engine, prompt: ChatPrompt, *, ready: bool = True) -> str:
+    """The conversation as the model's template writes it; `ready`: for the answer. Raises BadRequest."""
+    messages, tools = _with_tools(engine, prompt)
+    return chat_template.render(engine.tokenizer, engine.name, messages, prompt.template_args, tools, ready=ready)
+
+
+def _with_tools(engine: Engine, prompt: ChatPrompt) -> tuple[list[dict[str, Any]], Sequence[dict[str, Any]]]:
+    """The messages for the template, and the tools for one that knows of tools; for others the messages have them."""
+    messages = without_billing_line(prompt.messages)
+    if not has_tool_template(engine.tokenizer):
+        return spelled_out(messages, prompt.tools), ()
+    return messages, prompt.tools
 
 
 def _fitting(engine: Engine, asked: ChatRequest, prompt_tokens: int) -> int:

@@ -1,18 +1,12 @@
-"""What happens while an answer is made, in words that belong to no dialect; and the request's log line."""
+"""What happens while an answer is made, in words that belong to no dialect."""
 
-import logging
 import re
-import time
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from omlx.engine.detokenize import REPLACEMENT, TextDelta, TextEngine, stream_text
-from omlx.errors import BadRequest, EngineError, NotFound, OmlxError, Overloaded
-from omlx.request import Request, TokenOutput
-
-logger = logging.getLogger("omlx.request")
+from omlx.engine.detokenize import REPLACEMENT
+from omlx.errors import BadRequest, NotFound, OmlxError, Overloaded
+from omlx.request import TokenOutput
 
 # What SentencePiece vocabularies write for a space.
 _SPACE = "\u2581"
@@ -34,16 +28,21 @@ class TokenText:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens of a request; `cached_tokens` are those of the prompt that were not computed."""
+    """Tokens of a request; each prompt is counted once, every choice is.
+
+    `cached_tokens` are those of the prompts that were not computed, `reasoning_tokens` those of the answers that
+    are no part of their text.
+    """
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    reasoning_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """The prompt is still being worked on (or waits): tokens done, of all."""
+    """The prompt is still being worked on (or waits): tokens done, of all. Also sent while a long call is collected."""
 
     prefilled_tokens: int
     prompt_tokens: int
@@ -51,17 +50,63 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class TextPiece:
-    """The next piece of the answer; `tokens` only if logprobs were asked for."""
+    """The next piece of the answer's text; `tokens` only if logprobs were asked for."""
 
     text: str
     tokens: tuple[TokenText, ...] = ()
+    choice: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningPiece:
+    """The next piece of what the model thought before it answered."""
+
+    text: str
+    tokens: tuple[TokenText, ...] = ()
+    choice: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CallStart:
+    """A tool is called: the `index`-th call of the choice. Its arguments follow, then CallEnd, before anything else."""
+
+    index: int
+    call_id: str
+    name: str
+    choice: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CallArguments:
+    """A piece of a call's arguments: all of them together are JSON (unless the answer was cut at its limit)."""
+
+    index: int
+    text: str
+    choice: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CallEnd:
+    index: int
+    choice: int = 0
+
+
+EndReason = Literal["stop", "length", "tool_calls"]
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceEnd:
+    """The last event of one choice. `stop` is the stop string that ended it, None if none did."""
+
+    reason: EndReason
+    stop: str | None = None
+    choice: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The last event of an answer that came to its end."""
+    """The last event of an answer that came to its end: after the ChoiceEnd of every choice."""
 
-    reason: Literal["stop", "length"]
     usage: Usage
 
 
@@ -77,16 +122,51 @@ class Fault:
     retry_after_s: int | None = None
 
 
-Event = Progress | TextPiece | Finished | Fault
+Piece = TextPiece | ReasoningPiece | CallStart | CallArguments | CallEnd
+AnswerEvent = Piece | ChoiceEnd | Finished
+Event = Progress | AnswerEvent | Fault
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A finished call; `arguments` is JSON text as the model wrote it (cut short if the answer was)."""
+
+    call_id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One whole answer: its parts in the order in which they came. Neighbours are never both text or both reasoning."""
+
+    parts: tuple[TextPiece | ReasoningPiece | ToolCall, ...]
+    end: ChoiceEnd
+
+    @property
+    def text(self) -> str:
+        return "".join(part.text for part in self.parts if isinstance(part, TextPiece))
+
+    @property
+    def reasoning(self) -> str:
+        return "".join(part.text for part in self.parts if isinstance(part, ReasoningPiece))
+
+    @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        return tuple(part for part in self.parts if isinstance(part, ToolCall))
+
+    @property
+    def tokens(self) -> tuple[TokenText, ...]:
+        """Those of the text."""
+        return tuple(token for part in self.parts if isinstance(part, TextPiece) for token in part.tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A whole answer, for a client that did not ask for a stream."""
+    """A whole answer, for a client that did not ask for a stream: its choices in the order of their indices."""
 
-    text: str
-    tokens: tuple[TokenText, ...]
-    end: Finished
+    choices: tuple[Choice, ...]
+    usage: Usage
 
 
 class Dialect(Protocol):
@@ -118,56 +198,8 @@ def fault_of(error: OmlxError) -> Fault:
 INTERNAL_FAULT = Fault(500, "internal error; the server's log has the details", "server_error", code="internal_error")
 
 
-async def answer_events(
-    engine: TextEngine, request: Request, *, model: str, context: Sequence[int] = ()
-) -> AsyncGenerator[TextPiece | Finished, None]:
-    """Runs `request` and tells what happens: text pieces, then Finished.
-
-    Raises what the engine raises. However it ends (also closed half-way, which stops the request), one
-    line is logged.
-    """
-    outcome, generated = "disconnected", 0
-    try:
-        async with aclosing(stream_text(engine, request, context=context)) as deltas:
-            async for delta in deltas:
-                generated = delta.generated_tokens
-                if delta.text or delta.outputs:
-                    yield TextPiece(delta.text, _token_texts(engine, request, delta))
-                if delta.finish_reason:
-                    outcome = delta.finish_reason
-                    usage = Usage(len(request.prompt), generated, request.stats.cached_tokens)
-                    yield Finished(delta.finish_reason, usage)
-    except Exception as error:
-        outcome = f"error ({type(error).__name__})"
-        raise
-    finally:
-        logger.info(_summary(model, request, generated, outcome))
-
-
-async def collect(events: AsyncGenerator[TextPiece | Finished, None]) -> Answer:
-    """The whole answer. Cancelling this stops the request."""
-    pieces: list[TextPiece] = []
-    async with aclosing(events):
-        async for event in events:
-            if isinstance(event, Finished):
-                tokens = tuple(token for piece in pieces for token in piece.tokens)
-                return Answer("".join(piece.text for piece in pieces), tokens, event)
-            pieces.append(event)
-    raise EngineError("the engine ended an answer without a reason")
-
-
-def progress(request: Request) -> Progress:
-    return Progress(request.stats.prefilled_tokens, len(request.prompt))
-
-
-def _token_texts(engine: TextEngine, request: Request, delta: TextDelta) -> tuple[TokenText, ...]:
-    if request.sampling.top_logprobs is None:
-        return ()
-    pairs = zip(delta.outputs, delta.offsets, strict=True)
-    return tuple(_token_text(engine.tokenizer, output, offset) for output, offset in pairs)
-
-
-def _token_text(tokenizer: Any, output: TokenOutput, offset: int) -> TokenText:
+def token_text(tokenizer: Any, output: TokenOutput, offset: int) -> TokenText:
+    """What is told of a token that was generated behind `offset` characters."""
     top = tuple(TokenText(*spell(tokenizer, token), logprob) for token, logprob in output.top_logprobs)
     logprob = output.logprob if output.logprob is not None else 0.0
     return TokenText(*spell(tokenizer, output.token), logprob, offset, top)
@@ -205,27 +237,3 @@ def _byte_level_alphabet() -> dict[str, int]:
 
 
 _BYTE_OF_CHAR = _byte_level_alphabet()
-
-
-def _summary(model: str, request: Request, generated: int, outcome: str) -> str:
-    stats = request.stats
-    now = time.monotonic()
-    waited = (stats.admitted or now) - stats.arrived
-    first = f"{stats.first_token - stats.arrived:.3f}s" if stats.first_token else "-"
-    return (
-        f"model={model!r} prompt={len(request.prompt)} cached_ram={stats.cached_ram_tokens} "
-        f"cached_ssd={stats.cached_ssd_tokens} {_images(request)}ttft={first} generated={generated} "
-        f"speed={_speed(request, generated, now)} queued={waited:.3f}s finish={outcome}"
-    )
-
-
-def _images(request: Request) -> str:
-    vision = request.vision
-    return "" if vision is None else f"images={len(vision.starts)} encoded={vision.encoded} reused={vision.reused} "
-
-
-def _speed(request: Request, generated: int, now: float) -> str:
-    """Tokens a second after the first one."""
-    stats = request.stats
-    elapsed = (stats.finished or now) - (stats.first_token or now)
-    return f"{(generated - 1) / elapsed:.1f}tok/s" if generated > 1 and elapsed > 0 else "-"

@@ -4,11 +4,30 @@ import json
 import math
 import time
 import uuid
+from dataclasses import replace
 from typing import Any
 
 from omlx.api.chat import ChatPrompt, ChatRequest
-from omlx.api.events import Answer, Event, Fault, Finished, Progress, TextPiece, TokenText, Usage
+from omlx.api.events import (
+    Answer,
+    CallArguments,
+    CallEnd,
+    CallStart,
+    Choice,
+    ChoiceEnd,
+    Event,
+    Fault,
+    Finished,
+    Piece,
+    Progress,
+    ReasoningPiece,
+    TextPiece,
+    TokenText,
+    ToolCall,
+    Usage,
+)
 from omlx.api.openai_body import ChatBody, CompletionBody, GenerationBody, Message, validated
+from omlx.api.openai_tools import called, output_format, template_args, tool_choice, tools, with_names
 from omlx.errors import BadRequest
 from omlx.request import SamplingParams
 
@@ -23,18 +42,27 @@ def parse_chat(body: dict[str, Any]) -> tuple[ChatRequest, "ChatDialect"]:
     fields = validated(ChatBody, body)
     if fields.top_logprobs is not None and not fields.logprobs:
         raise BadRequest("top_logprobs: needs logprobs to be true", param="top_logprobs")
-    prompt = ChatPrompt(
-        [_message(message, f"messages[{index}]") for index, message in enumerate(fields.messages)],
-        fields.chat_template_kwargs or {},
-    )
+    messages = [_message(message, f"messages[{index}]") for index, message in enumerate(fields.messages)]
+    prompt = ChatPrompt(with_names(messages), template_args(fields), tools(fields))
     top_logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
-    return _request(fields, prompt, top_logprobs, "messages"), ChatDialect(fields, top_logprobs is not None)
+    request = replace(
+        _request(fields, prompt, top_logprobs, "messages"),
+        tool_choice=tool_choice(fields),
+        output_format=output_format(fields),
+    )
+    return request, ChatDialect(fields, top_logprobs is not None)
 
 
 def parse_completion(body: dict[str, Any]) -> tuple[ChatRequest, "CompletionDialect"]:
     """A body of POST /v1/completions. Raises BadRequest, which names the field."""
     fields = validated(CompletionBody, body)
-    request = _request(fields, _one_prompt(fields), fields.logprobs, "prompt")
+    if fields.echo and fields.logprobs is not None:
+        raise BadRequest("echo: not together with logprobs: those of a prompt are not computed", param="echo")
+    if fields.best_of not in (None, fields.n or 1):
+        raise BadRequest("best_of: only as many as n", param="best_of")
+    first, *more = _prompts(fields)
+    request = _request(fields, first, fields.logprobs, "prompt")
+    request = replace(request, more_prompts=tuple(more), echo=bool(fields.echo))
     return request, CompletionDialect(fields, fields.logprobs is not None)
 
 
@@ -70,6 +98,7 @@ def _request(
         cache_salt=fields.cache_salt or "",
         prompt_field=prompt_field,
         max_tokens_field="max_completion_tokens" if fields.max_completion_tokens else "max_tokens",
+        n=fields.n or 1,
     )
 
 
@@ -98,15 +127,24 @@ def _default(value: float | None, default: float) -> float:
 
 def _message(message: Message, path: str) -> dict[str, Any]:
     """A message for the chat template. Templates know "system", not its later name "developer"."""
-    for name in ("tool_calls", "function_call", "audio"):
+    for name in ("function_call", "audio"):
         if getattr(message, name):
-            raise BadRequest(
-                f"{path}.{name} is not supported yet", param=f"{path}.{name}", code="unsupported_parameter"
-            )
+            raise BadRequest(f"{path}.{name} is not supported", param=f"{path}.{name}", code="unsupported_parameter")
     role = "system" if message.role == "developer" else message.role
-    rendered = {"role": role, "content": _text(message.content, f"{path}.content")}
+    rendered: dict[str, Any] = {"role": role}
+    if message.role == "assistant":
+        rendered |= {"content": _answered(message, path)} | called(message)
+    else:
+        rendered["content"] = _text(message.content, f"{path}.content")
     extras = {"name": message.name, "tool_call_id": message.tool_call_id}
     return rendered | {name: value for name, value in extras.items() if value is not None}
+
+
+def _answered(message: Message, path: str) -> str:
+    """The text of an assistant's message, which has none where it only calls tools, thinks or refuses."""
+    if message.content in (None, []) and (message.tool_calls or message.reasoning_content or message.reasoning):
+        return ""
+    return _text(message.refusal if message.content is None else message.content, f"{path}.content")
 
 
 def _text(content: str | list[dict[str, Any]] | None, path: str) -> str:
@@ -127,15 +165,13 @@ def _part(part: dict[str, Any], path: str) -> str:
     return str(part["text"])
 
 
-def _one_prompt(fields: CompletionBody) -> str | list[int]:
+def _prompts(fields: CompletionBody) -> list[str | list[int]]:
     prompt = fields.prompt
-    if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
-        if len(prompt) > 1:
-            raise BadRequest("prompt: lists of prompts are not supported yet", param="prompt")
-        prompt = prompt[0]
-    if not prompt:
+    is_list = isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], int)
+    prompts: list[Any] = prompt if is_list else [prompt]  # type: ignore[assignment]  # a list of texts or of ids
+    if not all(prompts):
         raise BadRequest("prompt: must not be empty", param="prompt")
-    return prompt  # type: ignore[return-value]  # a list here holds ints only
+    return prompts
 
 
 class OpenAIDialect:
@@ -155,25 +191,29 @@ class OpenAIDialect:
     def frames(self, event: Event) -> list[str]:
         """Server-sent events for one event of the answer."""
         if isinstance(event, Progress):
-            return [f": prefill {event.prefilled_tokens}/{event.prompt_tokens}\n\n"]
+            return [_comment(event)]
         if isinstance(event, Fault):
             return [_frame(error_body(event))]
-        if isinstance(event, TextPiece):
-            return [self._chunk(choice) for choice in self._piece_choices(event)]
-        return [*(self._chunk(choice) for choice in self._end_choices(event)), *self._end(event.usage)]
+        if isinstance(event, Finished):
+            return self._end(event.usage)
+        choices = self._end_choices(event) if isinstance(event, ChoiceEnd) else self._piece_choices(event)
+        return [self._chunk({"index": event.choice} | choice) for choice in choices]
 
     def body(self, answer: Answer) -> dict[str, Any]:
         """The whole answer as one object."""
-        choice = self._choice(answer) | {"finish_reason": answer.end.reason}
-        return self._head(self.object_name) | {"choices": [choice], "usage": usage_body(answer.end.usage)}
+        choices = [
+            {"index": choice.end.choice} | self._choice(choice) | {"finish_reason": choice.end.reason}
+            for choice in answer.choices
+        ]
+        return self._head(self.object_name) | {"choices": choices, "usage": usage_body(answer.usage)}
 
-    def _piece_choices(self, piece: TextPiece) -> list[dict[str, Any]]:
+    def _piece_choices(self, piece: Piece) -> list[dict[str, Any]]:
         raise NotImplementedError
 
-    def _end_choices(self, end: Finished) -> list[dict[str, Any]]:
+    def _end_choices(self, end: ChoiceEnd) -> list[dict[str, Any]]:
         raise NotImplementedError
 
-    def _choice(self, answer: Answer) -> dict[str, Any]:
+    def _choice(self, choice: Choice) -> dict[str, Any]:
         raise NotImplementedError
 
     def _head(self, name: str) -> dict[str, Any]:
@@ -200,29 +240,45 @@ class ChatDialect(OpenAIDialect):
 
     def __init__(self, fields: GenerationBody, logprobs: bool) -> None:
         super().__init__(fields, logprobs)
-        self._begun = False
+        self._begun: set[int] = set()
 
-    def _piece_choices(self, piece: TextPiece) -> list[dict[str, Any]]:
-        return [*self._opening(), self._delta({"content": piece.text}, self._token_list(piece.tokens))]
+    def _piece_choices(self, piece: Piece) -> list[dict[str, Any]]:
+        delta = self._delta_of(piece)
+        tokens = piece.tokens if isinstance(piece, TextPiece) else ()
+        body = [_delta(delta, self._token_list(tokens))] if delta is not None else []
+        return [*self._opening(piece.choice), *body]
 
-    def _end_choices(self, end: Finished) -> list[dict[str, Any]]:
-        return [*self._opening(), self._delta({}, None, end.reason)]
+    def _delta_of(self, piece: Piece) -> dict[str, Any] | None:
+        match piece:
+            case TextPiece():
+                return {"content": piece.text}
+            case ReasoningPiece():
+                return {"reasoning_content": piece.text}
+            case CallStart():
+                return _call_delta(piece.index, _call(ToolCall(piece.call_id, piece.name, "")))
+            case CallArguments():
+                return _call_delta(piece.index, {"function": {"arguments": piece.text}})
+            case CallEnd():
+                return None
 
-    def _choice(self, answer: Answer) -> dict[str, Any]:
-        message = {"role": "assistant", "content": answer.text, "refusal": None}
-        return {"index": 0, "message": message, "logprobs": self._token_list(answer.tokens)}
+    def _end_choices(self, end: ChoiceEnd) -> list[dict[str, Any]]:
+        return [*self._opening(end.choice), _delta({}, None, end.reason)]
 
-    def _opening(self) -> list[dict[str, Any]]:
-        """The role goes before everything else, once."""
-        if self._begun:
+    def _choice(self, choice: Choice) -> dict[str, Any]:
+        calls = [_call(call) for call in choice.tool_calls]
+        message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
+        if calls:
+            message |= {"content": choice.text or None, "tool_calls": calls}
+        if choice.reasoning:
+            message["reasoning_content"] = choice.reasoning
+        return {"message": message, "logprobs": self._token_list(choice.tokens)}
+
+    def _opening(self, choice: int) -> list[dict[str, Any]]:
+        """The role goes before everything else, once in a choice."""
+        if choice in self._begun:
             return []
-        self._begun = True
-        return [self._delta({"role": "assistant", "content": ""}, None)]
-
-    def _delta(
-        self, delta: dict[str, Any], logprobs: dict[str, Any] | None, reason: str | None = None
-    ) -> dict[str, Any]:
-        return {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+        self._begun.add(choice)
+        return [_delta({"role": "assistant", "content": ""}, None)]
 
     def _token_list(self, tokens: tuple[TokenText, ...]) -> dict[str, Any] | None:
         if not self._logprobs:
@@ -238,17 +294,18 @@ class CompletionDialect(OpenAIDialect):
     object_name = "text_completion"
     chunk_name = "text_completion"
 
-    def _piece_choices(self, piece: TextPiece) -> list[dict[str, Any]]:
+    def _piece_choices(self, piece: Piece) -> list[dict[str, Any]]:
+        assert isinstance(piece, TextPiece)  # an answer without a chat is nothing but text
         return [self._text(piece.text, piece.tokens) | {"finish_reason": None}]
 
-    def _end_choices(self, end: Finished) -> list[dict[str, Any]]:
+    def _end_choices(self, end: ChoiceEnd) -> list[dict[str, Any]]:
         return [self._text("", ()) | {"logprobs": None, "finish_reason": end.reason}]
 
-    def _choice(self, answer: Answer) -> dict[str, Any]:
-        return self._text(answer.text, answer.tokens)
+    def _choice(self, choice: Choice) -> dict[str, Any]:
+        return self._text(choice.text, choice.tokens)
 
     def _text(self, text: str, tokens: tuple[TokenText, ...]) -> dict[str, Any]:
-        return {"index": 0, "text": text, "logprobs": self._columns(tokens)}
+        return {"text": text, "logprobs": self._columns(tokens)}
 
     def _columns(self, tokens: tuple[TokenText, ...]) -> dict[str, Any] | None:
         """The older form of logprobs: a list for each property; the chosen token is among the best."""
@@ -268,7 +325,27 @@ def usage_body(usage: Usage) -> dict[str, Any]:
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
     }
+
+
+def _delta(delta: dict[str, Any], logprobs: dict[str, Any] | None, reason: str | None = None) -> dict[str, Any]:
+    return {"delta": delta, "logprobs": logprobs, "finish_reason": reason}
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    return {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def _call_delta(index: int, call: dict[str, Any]) -> dict[str, Any]:
+    return {"tool_calls": [{"index": index} | call]}
+
+
+def _comment(event: Progress) -> str:
+    """Clients pass over comments; whoever reads the stream sees that something is going on."""
+    if event.prefilled_tokens < event.prompt_tokens:
+        return f": prefill {event.prefilled_tokens}/{event.prompt_tokens}\n\n"
+    return ": generating\n\n"
 
 
 def _token(token: TokenText) -> dict[str, Any]:

@@ -13,12 +13,15 @@ from omlx.errors import BadRequest
 
 MAX_STOPS = 16
 MAX_TOP_LOGPROBS = 20
+MAX_CHOICES = 128
+MAX_TOOLS = 1024
 
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 StopText = Annotated[str, Field(min_length=1, max_length=1000)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
+ToolName = Annotated[str, Field(pattern=r"^[\w.:/-]{1,128}$")]
 TokenIdText = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
 
 # One error of a list is enough: a long list of a wrong type has a million.
@@ -38,12 +41,58 @@ class StreamOptions(Body):
     include_usage: bool | None = None
 
 
+class CalledFunction(Body):
+    name: Annotated[str, Field(min_length=1, max_length=200)]
+    arguments: str | dict[str, Any] | None = None
+
+
+class MessageCall(Body):
+    id: Annotated[str, Field(max_length=200)] | None = None
+    type: Literal["function"] | None = None
+    function: CalledFunction
+
+
+class Function(Body):
+    name: ToolName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Body):
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(Body):
+    name: ToolName
+
+
+class NamedTool(Body):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class JsonSchema(Body):
+    name: Annotated[str, Field(max_length=200)] | None = None
+    schema_: Annotated[dict[str, Any] | bool | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
 class Message(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[dict[str, Any]] | None = None
     name: str | None = None
     tool_call_id: str | None = None
-    tool_calls: Any = None
+    tool_calls: Annotated[list[MessageCall], Field(max_length=MAX_CHOICES)] | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    refusal: str | None = None
     function_call: Any = None
     audio: Any = None
 
@@ -67,6 +116,7 @@ class GenerationBody(Body):
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
     logit_bias: dict[TokenIdText, Bias] | None = None
     ignore_eos: bool | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     cache: bool | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=500)] | None = None
 
@@ -76,52 +126,57 @@ class ChatBody(GenerationBody):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: ResponseFormat | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
 
 
 class CompletionBody(GenerationBody):
     prompt: str | TokenIds | Texts | ListOfTokenIds
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    echo: bool | None = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
 
 
 B = TypeVar("B", bound=Body)
 
-_FIELDS = {name for model in (ChatBody, CompletionBody, Message, StreamOptions) for name in model.model_fields}
+_MODELS: tuple[type[Body], ...] = (
+    ChatBody, CompletionBody, Message, StreamOptions, MessageCall, CalledFunction, Tool, Function, NamedTool,
+    NamedFunction, ResponseFormat, JsonSchema,
+)  # fmt: skip
+_FIELDS = {field.alias or name for model in _MODELS for name, field in model.model_fields.items()}
 
-# Fields that ask for what is not there yet, and what they may hold all the same.
-_NOT_YET: dict[str, Callable[[Any], bool]] = {
+# Fields that ask for what there is not, and what they may hold all the same.
+NOT_SUPPORTED: dict[str, Callable[[Any], bool]] = {
     "audio": lambda value: False,
-    "best_of": lambda value: value == 1,
-    "echo": lambda value: value is False,
+    "continue_final_message": lambda value: value is False,
     "function_call": lambda value: value == "none",
     "functions": lambda value: value == [],
     "modalities": lambda value: value == ["text"],
-    "n": lambda value: value == 1 and value is not True,
-    "prompt_logprobs": lambda value: False,
-    "response_format": lambda value: value == {"type": "text"},
+    "prompt_logprobs": lambda value: value is False,
     "suffix": lambda value: value == "",
-    "tool_choice": lambda value: value == "none",
-    "tools": lambda value: value == [],
+    "web_search_options": lambda value: False,
 }
 
 
 def validated(model: type[B], body: dict[str, Any]) -> B:
     """The body with its types and ranges checked. Raises BadRequest, which names the field."""
-    refuse_not_yet(body)
+    refuse_not_supported(body)
     try:
         return model.model_validate(body)
     except ValidationError as error:
         raise _bad_request(error) from None
 
 
-def refuse_not_yet(body: dict[str, Any]) -> None:
+def refuse_not_supported(body: dict[str, Any]) -> None:
     """Raises BadRequest for fields that would be ignored although the answer depends on them."""
-    # Tools that must not be called change nothing.
-    ignored = {"tools", "functions"} if "none" in (body.get("tool_choice"), body.get("function_call")) else set()
-    for name, is_harmless in _NOT_YET.items():
+    for name, is_harmless in NOT_SUPPORTED.items():
         value = body.get(name)
-        if value is not None and name not in ignored and not is_harmless(value):
+        if value is not None and not is_harmless(value):
             raise BadRequest(
-                f"{name} is not supported yet (or not with this value)", param=name, code="unsupported_parameter"
+                f"{name} is not supported (or not with this value)", param=name, code="unsupported_parameter"
             )
 
 

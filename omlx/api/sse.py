@@ -15,24 +15,25 @@ from typing import Any, TypeVar
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from omlx.api.events import INTERNAL_FAULT, Dialect, Event, Finished, TextPiece, fault_of, progress
+from omlx.api.answering import Generation, progress
+from omlx.api.events import INTERNAL_FAULT, AnswerEvent, Dialect, Event, fault_of
 from omlx.errors import OmlxError
-from omlx.request import Request
 
 logger = logging.getLogger(__name__)
 
 ACCEPT_S = 1.0
 PROGRESS_S = 1.0
+SILENCE_S = 5.0
 
 T = TypeVar("T")
-Events = AsyncGenerator[TextPiece | Finished, None]
+Events = AsyncGenerator[AnswerEvent, None]
 
 
 class ClientGone(Exception):
     """The client closed its connection before its answer was complete."""
 
 
-async def begin(events: Events) -> asyncio.Task[TextPiece | Finished]:
+async def begin(events: Events) -> asyncio.Task[AnswerEvent | None]:
     """Starts an answer; returns the task that waits for its first event.
 
     Returns when that event is there or after ACCEPT_S; raises what went wrong until then.
@@ -70,21 +71,21 @@ class EventStreamResponse(Response):
     media_type = "text/event-stream"
 
     def __init__(
-        self, first: asyncio.Task[TextPiece | Finished], events: Events, dialect: Dialect, request: Request
+        self, first: asyncio.Task[AnswerEvent | None], events: Events, dialect: Dialect, generation: Generation
     ) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
-        self._first = first
+        self._upcoming = first
         self._events = events
         self._dialect = dialect
-        self._request = request
+        self._generation = generation
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             with suppress(ClientGone):
                 await until_disconnect(receive, self._send_all(send))
         finally:
-            await _finish(self._first)
+            await _finish(self._upcoming)
             await self._events.aclose()
 
     async def _send_all(self, send: Send) -> None:
@@ -99,12 +100,20 @@ class EventStreamResponse(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send_events(self, send: Send) -> None:
-        while not self._first.done():
-            await self._send(send, progress(self._request))
-            await asyncio.wait({self._first}, timeout=PROGRESS_S)
-        await self._send(send, self._first.result())
-        async for event in self._events:
+        pause = 0.0  # `begin` has waited already
+        while True:
+            # A connection on which nothing comes for long is taken for dead, be it the prompt that takes its time
+            # or a long call that is handed on as a whole.
+            await asyncio.wait({self._upcoming}, timeout=pause)
+            while not self._upcoming.done():
+                await self._send(send, progress(self._generation))
+                await asyncio.wait({self._upcoming}, timeout=pause or PROGRESS_S)
+            event = self._upcoming.result()
+            if event is None:
+                return
             await self._send(send, event)
+            pause = SILENCE_S
+            self._upcoming = asyncio.create_task(_next(self._events))
 
     async def _send(self, send: Send, event: Event) -> None:
         body = "".join(self._dialect.frames(event)).encode()
@@ -112,8 +121,9 @@ class EventStreamResponse(Response):
             await send({"type": "http.response.body", "body": body, "more_body": True})
 
 
-async def _next(events: Events) -> TextPiece | Finished:
-    return await anext(events)
+async def _next(events: Events) -> AnswerEvent | None:
+    """None at the end."""
+    return await anext(events, None)
 
 
 async def _disconnected(receive: Receive) -> None:

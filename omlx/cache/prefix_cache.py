@@ -31,7 +31,7 @@ from omlx.cache.prefix_search import (
     exact_upto,
     names,
 )
-from omlx.cache.probe import BlockState, FirstMiss, MatchEnd, PrefixProbe
+from omlx.cache.probe import BlockState, MatchEnd, PrefixProbe
 from omlx.cache.reading import BlockRead, BlockReaders, RestoreTooSlow, Worth
 from omlx.metrics import RestoreTime
 from omlx.request import ImageStart
@@ -229,7 +229,7 @@ class BlockAwarePrefixCache:
                 self._store, self._who, self.block_size, salt, parent, start, cached - start,
                 slice_tokens(packed, start, limit), self._search.usable, partial(_names, sought),
             )  # fmt: skip
-            miss = FirstMiss(cached, end.reason())
+            miss = end.first_miss()
         return PrefixProbe(tuple(self._states(sought, found)), cached, miss)
 
     def _states(self, sought: Sought, found: Found) -> Iterator[BlockState]:

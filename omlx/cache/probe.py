@@ -29,10 +29,14 @@ class BlockState:
 
 
 class FirstMiss(NamedTuple):
-    """The first position of the prompt that would be computed though it is not the last one, and why."""
+    """The first position of the prompt that would be computed though it is not the last one, and why.
+
+    `differs_at`: where the prompt differs from the nearest one that is stored, if that is the reason.
+    """
 
     token: int
     reason: str
+    differs_at: int | None = None
 
 
 class PrefixProbe(NamedTuple):
@@ -71,8 +75,8 @@ class MatchEnd:
     usable: Callable[[BlockMeta], bool]
     names: Callable[[bytes, int, bytes], Sequence[bytes]]
 
-    def reason(self) -> str:
-        """What happened, as far as it can be known: what was given up is remembered in memory, and not for ever."""
+    def first_miss(self) -> FirstMiss:
+        """Where and why, as far as it can be known: what was given up is remembered in memory, and not for ever."""
         near = self._nearest(_Near(self._shared(meta), meta) for meta in self.store.children(self.parent))
         gone = self._nearest(
             _Near(self._shared_with_gone(gone.meta), gone.meta, gone.reason)
@@ -81,26 +85,34 @@ class MatchEnd:
         other = self._nearest(self._of_other_worlds()) if self.start == 0 else None
         shared = near.shared if near else 0
         if gone is not None and gone.shared > max(shared, other.shared if other else 0):
-            return gone.reason
+            return self._miss(gone.reason)
         if other is not None and other.shared > shared:
-            return self._other_world(other.meta)
+            return self._miss(self._other_world(other.meta))
         return self._of_stored(near)
 
-    def _of_stored(self, near: _Near | None) -> str:
+    def _miss(self, reason: str, differs_at: int | None = None) -> FirstMiss:
+        return FirstMiss(self.start + self.taken, reason, differs_at)
+
+    def _of_stored(self, near: _Near | None) -> FirstMiss:
         if near is None:
-            return "never stored" + (f": the nearest cached prompt ends at token {self.start}" if self.start else "")
+            return self._miss(
+                "never stored" + (f": the nearest cached prompt ends at token {self.start}" if self.start else "")
+            )
         end = self.start + near.shared
         if near.shared > self.taken and not self.usable(near.meta):
-            return f"other KV settings: stored under other numerics ({near.meta.numerics})"
+            return self._miss(f"other KV settings: stored under other numerics ({near.meta.numerics})")
         if near.shared > self.taken and not self.identity.layout.cut_anywhere:
             last = self.start + self.taken
-            return f"stored up to token {end}, but windows or recurrent states to go on from only at token {last}"
+            reason = f"stored up to token {end}, but windows or recurrent states to go on from only at token {last}"
+            return self._miss(reason)
         if near.shared in (self.block_size, len(self.wanted) // TOKEN_BYTES):
-            return "stored, but its last bits are not those of a prompt computed from its beginning (exact mode)"
+            return self._miss(
+                "stored, but its last bits are not those of a prompt computed from its beginning (exact mode)"
+            )
         if near.shared < near.meta.token_count:
             what = " in a picture" if is_image_id(self.wanted, near.shared) else ""
-            return f"differs from the nearest cached prompt{what} at token {end}"
-        return f"never stored: the nearest cached prompt ends at token {end}"
+            return self._miss(f"differs from the nearest cached prompt{what} at token {end}", end)
+        return self._miss(f"never stored: the nearest cached prompt ends at token {end}")
 
     def _shared(self, meta: BlockMeta) -> int:
         return common_tokens(meta.tokens or b"", self.wanted)

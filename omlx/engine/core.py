@@ -13,7 +13,7 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import mlx.core as mx
 
@@ -28,16 +28,31 @@ T = TypeVar("T")
 Command = Callable[[], object]
 
 
+class Worker(Protocol):
+    """Who has work for the MLX thread. `step` does a bounded piece of it, of the time that it may take alone at most
+    `share` (above 0, up to 1); `fail_all` ends all work after a fault of `step`'s own."""
+
+    @property
+    def has_work(self) -> bool: ...
+
+    def step(self, share: float = 1.0) -> None: ...
+
+    def fail_all(self, error: Exception) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class MLXThread:
     """The one thread that touches MLX. Commands run between steps, in the order they were posted.
 
+    All that have work step in turn, so each gets a part of the time that running streams may be kept waiting.
     `between_steps(idle)` is called after every round of steps; with True before the thread waits for work.
     """
 
     def __init__(self, between_steps: Callable[[bool], object] = lambda idle: None) -> None:
         self._between_steps = between_steps
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
-        self._schedulers: list[Scheduler] = []
+        self._workers: list[Worker] = []
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="omlx-mlx", daemon=True)
 
@@ -70,9 +85,9 @@ class MLXThread:
         self.post(command)
         return future
 
-    def attach(self, scheduler: Scheduler) -> None:
-        """Steps `scheduler` whenever it has work. Called on this thread."""
-        self._schedulers.append(scheduler)
+    def attach(self, worker: Worker) -> None:
+        """Steps `worker` whenever it has work. Called on this thread."""
+        self._workers.append(worker)
 
     def stop(self, timeout_s: float) -> bool:
         """Aborts all requests, stores what they computed, ends the thread. True if it ended in time."""
@@ -85,16 +100,16 @@ class MLXThread:
 
     def _shut_down(self) -> None:
         self._stopping = True
-        for scheduler in self._schedulers:
-            scheduler.close()
+        for worker in self._workers:
+            worker.close()
 
     def _run(self) -> None:
         while not self._stopping:
-            busy = [scheduler for scheduler in self._schedulers if scheduler.has_work]
+            busy = [worker for worker in self._workers if worker.has_work]
             self._do(partial(self._between_steps, not busy))
             self._run_commands(wait=not busy)
-            for scheduler in busy:
-                self._step(scheduler)
+            for worker in busy:
+                self._step(worker, 1 / len(busy))
         mx.clear_streams()
 
     def _run_commands(self, wait: bool) -> None:
@@ -111,16 +126,16 @@ class MLXThread:
         except Exception:
             log.exception("a command on the MLX thread failed")
 
-    def _step(self, scheduler: Scheduler) -> None:
+    def _step(self, worker: Worker, share: float) -> None:
         if self._stopping:
             return
         try:
-            scheduler.step()
-        # The scheduler fails single requests by itself; this is for its own faults, and keeps the
+            worker.step(share)
+        # A scheduler fails single requests by itself; this is for its own faults, and keeps the
         # thread alive: no request may take the engine down.
         except Exception as error:
             log.exception("a step failed")
-            self._do(partial(scheduler.fail_all, error))
+            self._do(partial(worker.fail_all, error))
 
 
 class Engine:
@@ -129,6 +144,7 @@ class Engine:
     `context_length` is what is enforced: the model's, or less if the KV of running requests may
     not take as much; `context_note` then says so. No token stands for more than `longest_token`
     characters. `vision` makes prompts with pictures (omlx.engine.vlm); None for a model that takes none.
+    characters. At most `most_requests` run or wait at a time.
     """
 
     vision: Any = None
@@ -144,6 +160,7 @@ class Engine:
         self.vocab_size = loaded.vocab_size
         # In vocabularies of bytes a character stands for a byte, so no token gives more characters.
         self.longest_token = max(map(len, loaded.tokenizer.get_vocab()), default=1)
+        self.most_requests = scheduler.config.max_concurrent_requests + scheduler.config.max_waiting_requests
         self.scheduler = scheduler
         self._thread = thread
         self._streams = streams
@@ -190,8 +207,7 @@ class Engine:
                 f"over the context length of {self.context_length}{self.context_note}",
                 code="context_length_exceeded",
             )
-        config = self.scheduler.config
-        if len(self._streams) >= config.max_concurrent_requests + config.max_waiting_requests:
+        if len(self._streams) >= self.most_requests:
             raise Overloaded(f"{len(self._streams)} requests are running or waiting; try again later")
         if not self._thread.alive:
             raise EngineError("the engine is not running")

@@ -1,4 +1,4 @@
-"""From token ids to text that is safe to send: whole characters, and nothing past a stop string.
+"""From token ids to text that is safe to send: whole characters.
 
 mlx-lm's streaming detokenizers are not used: they drop a space at the beginning of an answer (which
 belongs to a completion), raise on an added token after half a character, and end an answer that was
@@ -101,54 +101,22 @@ class _Decoder:
 class TextStream:
     """The text of one answer, token by token.
 
-    Half a character and what may be the beginning of a stop string are held back. Text ends before
-    the stop string that is complete first (of two that end together: the one that begins first).
-    End-of-text tokens have no text. `context` are the tokens before the answer if the answer
-    continues their text, as a completion does: a space at its beginning is then kept.
+    Half a character is held back, and dropped at the end. End-of-text tokens have no text. `context` are the tokens
+    before the answer if the answer continues their text, as a completion does: a space at its beginning is then kept.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...] = (), *, context: Sequence[int] = ()) -> None:
-        self.stopped = False
+    def __init__(self, tokenizer: Tokenizer, *, context: Sequence[int] = ()) -> None:
         self.decoded_chars = 0
         self._end_tokens = tokenizer.eos_token_ids
         self._decoder = _Decoder(tokenizer, context)
-        self._stop = stop
-        self._held = ""
 
     def push(self, token: int) -> str:
         """Takes the next token; returns text that can be sent now."""
-        if self.stopped or token in self._end_tokens:
+        if token in self._end_tokens:
             return ""
         text = self._decoder.push(token)
         self.decoded_chars += len(text)
-        return self._release(text) if self._stop else text
-
-    def flush(self) -> str:
-        """The end: text that was held back in case of a stop string. Half a character is dropped."""
-        text, self._held = self._held, ""
         return text
-
-    def _release(self, text: str) -> str:
-        self._held += text
-        end = _first_stop(self._held, self._stop)
-        self.stopped = end is not None
-        if end is None:
-            end = len(self._held) - max(_overlap(self._held, stop) for stop in self._stop)
-        sent = self._held[:end]
-        self._held = "" if self.stopped else self._held[end:]
-        return sent
-
-
-def _first_stop(text: str, stops: tuple[str, ...]) -> int | None:
-    """Where the stop string begins that is complete first, whatever the borders of tokens."""
-    found = [(at + len(stop), at) for stop in stops if (at := text.find(stop)) >= 0]
-    return min(found)[1] if found else None
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Characters at the end of `text` that are a proper beginning of `stop`."""
-    longest = min(len(stop) - 1, len(text))
-    return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,8 +124,8 @@ class TextDelta:
     """A piece of an answer.
 
     `outputs` are the tokens whose text begins inside what has been sent by now, each once, without
-    the end-of-text token that ends an answer and without those of a stop string; `offsets` are the
-    characters of the answer before each. `generated_tokens` counts every token so far.
+    the end-of-text token that ends an answer; `offsets` are the characters of the answer before each.
+    `generated_tokens` counts every token so far.
     """
 
     text: str
@@ -185,16 +153,12 @@ class _Answer:
         text = self.stream.push(output.token)
         if output.finish_reason != "stop" or output.token not in self._end_tokens:
             self._waiting.append((start, output))
-        reason = "stop" if self.stream.stopped else output.finish_reason
-        if reason:
-            text += self.stream.flush()
-        return self._delta(text, reason)
+        return self._delta(text, output.finish_reason)
 
     def _delta(self, text: str, reason: Literal["stop", "length"] | None) -> TextDelta:
         self._sent_chars += len(text)
-        everything = reason is not None and not self.stream.stopped
         ready: list[tuple[int, TokenOutput]] = []
-        while self._waiting and (everything or self._waiting[0][0] < self._sent_chars):
+        while self._waiting and (reason or self._waiting[0][0] < self._sent_chars):
             ready.append(self._waiting.popleft())
         return TextDelta(
             text,
@@ -210,13 +174,10 @@ async def stream_text(
 ) -> AsyncGenerator[TextDelta, None]:
     """The answer as text; the last delta, and only it, has a `finish_reason`.
 
-    A stop string ends generation in the engine before the last delta is handed out, and closing this
-    generator does so at any time. Raises what `engine.generate` raises, Overloaded when the engine
-    aborted the request (it only does so when it stops), EngineError when it ended without a reason.
+    Closing this generator ends generation in the engine. Raises what `engine.generate` raises, Overloaded when the
+    engine aborted the request (it only does so when it stops), EngineError when it ended without a reason.
     """
-    answer = _Answer(
-        TextStream(engine.tokenizer, request.sampling.stop, context=context), engine.tokenizer.eos_token_ids
-    )
+    answer = _Answer(TextStream(engine.tokenizer, context=context), engine.tokenizer.eos_token_ids)
     last: TextDelta | None = None
     async with aclosing(cast(AsyncGenerator[TokenOutput, None], engine.generate(request))) as outputs:
         async for output in outputs:
@@ -225,8 +186,6 @@ async def stream_text(
                 last = delta
             elif delta.text or delta.outputs:
                 yield delta
-            if answer.stream.stopped:
-                break
     if last is None:
         raise EngineError("the engine ended an answer without a reason")
     yield last

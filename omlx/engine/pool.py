@@ -22,11 +22,13 @@ from omlx.cache.tiered_manager import (
 )
 from omlx.cache.vision_feature_cache import FeatureFigures, VisionFeatureSSDCache, figures
 from omlx.engine.core import Engine, MLXThread, Streams
+from omlx.engine.embedding import Embedders, EmbeddingEngine
 from omlx.engine.vlm import VLMEngine
-from omlx.errors import ModelError, NotFound, Overloaded
+from omlx.errors import BadRequest, ModelError, NotFound, Overloaded
 from omlx.memory_monitor import MemoryMonitor
 from omlx.model.folder import find_model, list_models
 from omlx.model.loader import LoadedModel
+from omlx.model.model_kind import ModelKind, model_kind
 from omlx.model.progress import folder_bytes
 from omlx.model.runner import TextRunner, numerics
 from omlx.model.vlm_loader import VisionModel, load_any
@@ -65,6 +67,7 @@ class ServedModel:
     path: Path
     size_bytes: int
     loaded: bool
+    kind: ModelKind = "text"
 
 
 @dataclass(slots=True)
@@ -94,6 +97,7 @@ class EnginePool:
         self._root: DiskStore | None = None
         self._features: VisionFeatureSSDCache | None = None
         self._loaded: dict[str, _Loaded] = {}
+        self._embedders = Embedders(self._thread, config)
         self._locks: dict[str, asyncio.Lock] = {}
 
     def _name(self, model: str) -> str:
@@ -105,8 +109,12 @@ class EnginePool:
         """Starts the MLX thread, opens the cache folder and loads the model that was named. Raises ModelError."""
         self._thread.start()
         await asyncio.to_thread(self._hold_root)
-        if self._only is not None:
+        if self._only is None:
+            return
+        if model_kind(self._only) == "text":
             await self.get(self._only_name)
+        else:
+            await self.get_embedder(self._only_name)
 
     async def stop(self, timeout_s: float = 10.0) -> None:
         """Aborts what runs, stores what it computed, writes the cache out; within `timeout_s`."""
@@ -146,16 +154,45 @@ class EnginePool:
             found = [(self._only_name, self._only, folder_bytes(self._only))]
         else:
             found = [(info.name, info.path, info.size_bytes) for info in list_models(self._home)]
-        return [ServedModel(name, path, size, name in self._loaded) for name, path, size in found]
+        return [
+            ServedModel(name, path, size, name in self._loaded or name in self._embedders, model_kind(path))
+            for name, path, size in found
+        ]
 
-    async def get(self, name: str) -> Engine:
-        """The engine of a model, loaded if it is not yet. Raises NotFound, ModelError."""
-        if name in self._loaded:
-            return self._loaded[name].engine
+    def _served(self, name: str) -> ServedModel:
         served = next((model for model in self.models() if model.name == name), None)
         if served is None:
             names = ", ".join(model.name for model in self.models()) or "none"
             raise NotFound(f"no model {name!r} here; there is: {names}")
+        return served
+
+    async def get_embedder(self, name: str) -> EmbeddingEngine:
+        """The engine of a model that gives embeddings or scores, loaded if it is not yet.
+
+        Raises NotFound, ModelError, and BadRequest for a model that writes text.
+        """
+        if name in self._embedders:
+            return self._embedders[name]
+        served = self._served(name)
+        if served.kind == "text":
+            able = ", ".join(model.name for model in self.models() if model.kind != "text") or "none"
+            message = f"model {name!r} writes text; models for embeddings and reranking here: {able}"
+            raise BadRequest(message, param="model")
+        if self._adapter is not None:
+            raise ModelError(f"model {name!r} gives no text: --adapter-path is not for it")
+        return await self._embedders.get(name, served.path)
+
+    async def get(self, name: str) -> Engine:
+        """The engine of a model, loaded if it is not yet.
+
+        Raises NotFound, ModelError, and BadRequest for a model that writes no text.
+        """
+        if name in self._loaded:
+            return self._loaded[name].engine
+        served = self._served(name)
+        if served.kind != "text":
+            use = "/v1/embeddings and /v1/rerank" if served.kind == "embedding" else "/v1/rerank"
+            raise BadRequest(f"model {name!r} writes no text; it is for {use}", param="model")
         async with self._locks.setdefault(name, asyncio.Lock()):
             if name not in self._loaded:
                 work = self._thread.call(lambda: self._load(served))
@@ -213,7 +250,7 @@ class EnginePool:
         total |= asdict(self.memory.figures()) | {"max_kv_cache_memory": self.config.max_kv_cache_memory}
         total["features"] = self._feature_figures()._asdict()
         total["bytes"] = {"ram": self._hot.bytes, "ssd": ssd, "queue": queue}
-        return {"total": total, "models": models, "stored": self._stored()}
+        return {"total": total, "models": models, "stored": self._stored(), "embedders": self._embedders.figures()}
 
     def _stored(self) -> list[dict[str, Any]]:
         managers = [loaded.tiers for loaded in list(self._loaded.values()) if loaded.tiers is not None]

@@ -11,6 +11,7 @@ import time
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import mlx.core as mx
 
@@ -183,14 +184,21 @@ class VisionPrompts:
         self._mrope = family.mrope
 
     def prompt(
-        self, messages: Messages, template_args: dict[str, object], pictures: Sequence[Picture], salt: str = ""
+        self,
+        messages: Messages,
+        template_args: dict[str, Any],
+        pictures: Sequence[Picture],
+        tools: Sequence[dict[str, Any]] = (),
+        *,
+        salt: str = "",
+        ready: bool = True,
     ) -> tuple[list[int], PromptImages | None]:
-        """Token ids of a conversation, and its pictures (None if it has none).
+        """Token ids of a conversation (`ready`: for the answer), and its pictures (None if it has none).
 
         The k-th part {"type": "image"} of the messages is `pictures[k]`. Pictures under different salts share no
         features. Blocks for a while. Raises BadRequest.
         """
-        tokens, images = self._template.tokens(messages, template_args, pictures)
+        tokens, images = self._template.tokens(messages, template_args, pictures, tools, ready=ready)
         return tokens, PromptImages(tokens, images, self._engine, mrope=self._mrope, salt=salt) if images else None
 
 

@@ -1,5 +1,6 @@
 """Conversations as a model's chat template writes them."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from jinja2 import TemplateError
@@ -25,8 +26,16 @@ _RESERVED_ARGS = frozenset({
 })  # fmt: skip
 
 
-def render(tokenizer: Any, model: str, messages: list[dict[str, Any]], args: dict[str, Any]) -> str:
-    """The conversation as `model`'s template writes it, ready for the answer. `args` go to the template.
+def render(
+    tokenizer: Any,
+    model: str,
+    messages: list[dict[str, Any]],
+    args: dict[str, Any],
+    tools: Sequence[dict[str, Any]] = (),
+    *,
+    ready: bool = True,
+) -> str:
+    """The conversation as `model`'s template writes it; `ready`: for the answer. `args` go to the template.
 
     Raises BadRequest for a model without a template, and for what the template refuses.
     """
@@ -35,6 +44,9 @@ def render(tokenizer: Any, model: str, messages: list[dict[str, Any]], args: dic
     if not tokenizer.has_chat_template:
         raise BadRequest(f"model {model!r} has no chat template; use /v1/completions", param="model")
     try:
-        return str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **args))
+        named = {"tools": list(tools)} if tools else {}
+        return str(
+            tokenizer.apply_chat_template(messages, add_generation_prompt=ready, tokenize=False, **named, **args)
+        )
     except _TEMPLATE_ERRORS as error:
         raise BadRequest(f"the model's chat template refused the messages: {error}", param="messages") from error

@@ -1,5 +1,6 @@
 """Models from the Hugging Face hub, as plain folders under omlx's home."""
 
+import re
 import shutil
 from fnmatch import fnmatch
 from pathlib import Path
@@ -28,6 +29,8 @@ from omlx.sizes import format_size
 _WANTED = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt")
 # Subfolders hold other formats of the same weights, as do these files of Mistral's.
 _UNWANTED = ("*/*", "consolidated*.safetensors")
+# But for what sentence-transformers puts behind an embedding model: how it pools, dense layers.
+_LAYER = re.compile(r"[0-9]+_[A-Za-z]+/(config\.json|model\.safetensors)")
 _LIBRARY = "omlx"
 
 
@@ -66,10 +69,14 @@ def pull_from_hub(repo: str, home: Path, progress: Progress = silent, *, endpoin
 def _wanted_files(repo: str, found: HubModel) -> dict[str, int]:
     """The files to download and their sizes in bytes. Raises ModelError if they are no MLX model."""
     sizes = {file.rfilename: file.size or 0 for file in found.siblings or ()}
-    wanted = {name: size for name, size in sizes.items() if _matches(name, _WANTED) and not _matches(name, _UNWANTED)}
+    wanted = {name: size for name, size in sizes.items() if _is_wanted(name)}
     if "config.json" not in wanted or not any(fnmatch(name, WEIGHT_PATTERN) for name in wanted):
         raise ModelError(f"{repo}: not a model that MLX loads (no config.json, or no {WEIGHT_PATTERN})")
     return wanted
+
+
+def _is_wanted(name: str) -> bool:
+    return (_matches(name, _WANTED) and not _matches(name, _UNWANTED)) or _LAYER.fullmatch(name) is not None
 
 
 def _matches(name: str, patterns: tuple[str, ...]) -> bool:
@@ -102,10 +109,11 @@ def _download(
 
 def _remove_others(folder: Path, files: dict[str, int]) -> None:
     """The hub's own notes, and files of an older revision that an interrupted download had begun with."""
-    for path in folder.iterdir():
-        if path.is_dir():
+    for path in list(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if path.is_dir() and not any(file.startswith(f"{name}/") for file in files):
             shutil.rmtree(path)
-        elif path.name not in files:
+        elif path.is_file() and name not in files:
             path.unlink()
 
 

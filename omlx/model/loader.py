@@ -27,7 +27,7 @@ from omlx.model.folder import (
     read_weight_files,
 )
 
-__all__ = ["DEFAULT_CONTEXT_LENGTH", "LoadedModel", "ModelInfo", "find_model", "list_models", "load"]
+__all__ = ["DEFAULT_CONTEXT_LENGTH", "LoadedModel", "ModelInfo", "as_float32", "find_model", "list_models", "load"]
 
 log = logging.getLogger(__name__)
 
@@ -151,7 +151,7 @@ def _with_adapter(model: nn.Module, adapter: Adapter) -> nn.Module:
 
 
 def as_float32(model: nn.Module) -> nn.Module:
-    """The model with float32 weights, none quantised.
+    """The model for the CPU: float32, and nothing quantised if that can be.
 
     Scales become float32 first, so that the weights are not rounded to half precision on the way.
     """

@@ -1,5 +1,6 @@
 """The pictures of one prompt: what the scheduler, the cache and the model ask of them (a `request.PromptVision`)."""
 
+import copy
 import hashlib
 import time
 from collections.abc import Collection, Iterator, Sequence
@@ -65,6 +66,12 @@ class PromptImages:
         self._positions = mrope_positions(len(tokens), grids)
         self.rope_delta = int(self._positions.max()) + 1 - len(tokens)
         self.encoded = self.reused = 0
+
+    def again(self) -> "PromptImages":
+        """The same pictures for another request with the same prompt."""
+        other = copy.copy(self)
+        other._features, other.encoded, other.reused = {}, 0, 0
+        return other
 
     def feature_key(self, digest: bytes) -> str:
         """Names the features of a picture where they are stored: tenants do not learn of each other's."""

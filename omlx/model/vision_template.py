@@ -74,17 +74,25 @@ class VisionTemplate:
             return ""
 
     def tokens(
-        self, messages: Messages, args: dict[str, Any], pictures: Sequence[Picture]
+        self,
+        messages: Messages,
+        args: dict[str, Any],
+        pictures: Sequence[Picture],
+        tools: Sequence[dict[str, Any]] = (),
+        *,
+        ready: bool = True,
     ) -> tuple[list[int], list[PlacedImage]]:
-        """Token ids of the conversation, ready for the answer, and its pictures where they are.
+        """Token ids of the conversation (`ready`: for the answer), and its pictures where they are.
 
-        The k-th part {"type": "image"} of the messages is `pictures[k]`. Takes a while for long texts; any thread.
-        Raises BadRequest.
+        The k-th part {"type": "image"} of the messages is `pictures[k]`. `args` and `tools` go to the template. Takes
+        a while for long texts; any thread. Raises BadRequest.
         """
         layouts = [self._layout(number, picture) for number, picture in enumerate(pictures, 1)]
         self._check_length(sum(len(layout.text) for layout in layouts))
-        strays = Strays(messages, {self._family.marker, self._family.image_token})
-        shown = render(self._tokenizer, self._name, [self._message(m, strays) for m in messages], args)
+        strays = Strays([messages, args, list(tools)], {self._family.marker, self._family.image_token})
+        safe = [self._message(message, strays) for message in messages]
+        safe_args, safe_tools = strays.hidden(args), strays.hidden(list(tools))
+        shown = render(self._tokenizer, self._name, safe, safe_args, safe_tools, ready=ready)
         text, labels = self._expanded(shown, strays, layouts)
         self._check_length(len(text))
         ids = list(self._tokenizer.encode(text, add_special_tokens=False))
@@ -159,14 +167,16 @@ class VisionTemplate:
 
 
 class Strays:
-    """Texts that look like a picture to the tokenizer, and a sentinel for each that occurs nowhere in the messages."""
+    """Texts that look like a picture to the tokenizer, and a sentinel for each that occurs nowhere in what was written.
 
-    def __init__(self, messages: Messages, texts: set[str]) -> None:
-        written = "\0".join(_strings(messages))
-        number = 0
-        while f"\ue000{number}" in written:
+    Sentinels are letters and digits, which no template escapes.
+    """
+
+    def __init__(self, written: Any, texts: set[str]) -> None:
+        strings, number = "\0".join(_strings(written)), 0
+        while f"omlx{number}z" in strings:
             number += 1
-        self.sentinels = {f"\ue000{number}{chr(0xE001 + at)}": text for at, text in enumerate(sorted(texts))}
+        self.sentinels = {f"omlx{number}z{chr(ord('a') + at)}z": text for at, text in enumerate(sorted(texts))}
 
     def hidden(self, value: Any) -> Any:
         """The value with those texts replaced in all its strings."""

@@ -18,16 +18,18 @@ REPLY = "Grüße, 世界 😀 done"
 
 @dataclass
 class FakeEngine:
-    """Answers every request with `reply`, then the end-of-text token.
+    """Answers every request with `reply` (the k-th with the k-th of `replies`), then the end-of-text token.
 
     `refusal` is raised at once; `failure` after `fail_after` tokens.
     """
 
     name: str = "tiny"
     reply: str = REPLY
+    replies: tuple[str, ...] = ()
     context_length: int = 2000
     context_note: str = ""
     longest_token: int = 64
+    most_requests: int = 80
     prefill_s: float = 0.0
     token_s: float = 0.0
     cached_tokens: int = 0
@@ -49,7 +51,7 @@ class FakeEngine:
         ended = False
         try:
             await self._prefill(request)
-            for index, token in enumerate(self._answer()):
+            for index, token in enumerate(self._answer(request)):
                 if self.failure is not None and index == self.fail_after:
                     raise self.failure
                 output = self._output(request, index, token)
@@ -85,8 +87,9 @@ class FakeEngine:
         if self.stopping:
             raise EngineError("the server is shutting down")
 
-    def _answer(self) -> list[int]:
-        tokens = self.tokenizer.encode(self.reply)
+    def _answer(self, request: Request) -> list[int]:
+        number = self.seen.index(request)
+        tokens = self.tokenizer.encode(self.replies[number] if number < len(self.replies) else self.reply)
         return tokens * 10_000 if self.endless else [*tokens, self.tokenizer.eos_token_id]
 
     def _output(self, request: Request, index: int, token: int) -> TokenOutput:
@@ -108,6 +111,7 @@ class FakeModel:
     name: str
     path: Path
     loaded: bool
+    kind: str = "text"
 
 
 class FakePool:

@@ -135,8 +135,8 @@ def test_errors_have_their_classes_and_name_the_field(server):
     assert long.value.code == "context_length_exceeded"
     assert str(server.context_length) in long.value.message
     with pytest.raises(openai.BadRequestError) as tools:
-        server.chat(tools=[{"type": "function", "function": {"name": "f"}}])
-    assert tools.value.param == "tools"
+        server.chat(tools=[{"type": "function", "function": {}}])
+    assert tools.value.param == "tools[0].function.name"
     with pytest.raises(openai.NotFoundError) as unknown:
         server.chat(model="nobody/knows")
     assert unknown.value.code == "model_not_found"

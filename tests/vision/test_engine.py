@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from omlx.api.events import answer_events
+from omlx.api.answering import Generation, answer_events
 from omlx.engine.core import Engine
 from omlx.engine.pool import EnginePool
 from omlx.errors import BadRequest
@@ -129,7 +129,7 @@ async def test_the_log_says_what_was_done_for_pictures(home: Path, caplog: pytes
             tokens, vision = engine.vision.prompt(asked, {}, pictures)
             request = Request("r", tokens, SamplingParams(max_tokens=2, ignore_eos=True), vision=vision)
             with caplog.at_level("INFO", logger="omlx"):
-                async for _ in answer_events(engine, request, model="m"):
+                async for _ in answer_events(engine, Generation((request,)), model="m"):
                     pass
             lines.append(caplog.records[-1].getMessage())
     assert " images=2 encoded=2 reused=0 " in lines[0] and " images=1 encoded=0 reused=1 " in lines[1]

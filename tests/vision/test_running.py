@@ -152,6 +152,18 @@ def test_a_picture_shown_by_two_requests_at_once_is_encoded_once(features: Visio
         assert words(bench.answer(request)) == words(cold("idefics3", [text, A, STORY]))
 
 
+def test_several_answers_to_a_prompt_each_have_its_pictures() -> None:
+    bench = VisionBench("qwen3_vl", DictStore())
+    first = bench.show([A, STORY, B, "What is this?"], cache=False)
+    others = [bench.add(first.prompt, vision=first.vision.again(), cache=False, max_tokens=6) for _ in range(2)]
+    bench.scheduler.step()
+    bench.scheduler.abort(first.request_id)
+    bench.run()
+    assert bench.failures == {}
+    expected = words(cold("qwen3_vl", [A, STORY, B, "What is this?"]))
+    assert [words(bench.answer(request)) for request in others] == [expected] * 2
+
+
 def test_nothing_is_decoded_or_encoded_for_a_prompt_whose_state_is_stored() -> None:
     bench = VisionBench("idefics3", DictStore())
     bench.see([A, "What is this?"])
@@ -188,7 +200,7 @@ def test_tenants_share_no_features(features: VisionFeatureSSDCache) -> None:
     bench = VisionBench("gemma3", DictStore(), features)
     for salt in ("one", "two", "one", ""):
         content = [{"type": "image"}, {"type": "text", "text": "x"}]
-        tokens, vision = bench.engine.vision.prompt([{"role": "user", "content": content}], {}, [A], salt)
+        tokens, vision = bench.engine.vision.prompt([{"role": "user", "content": content}], {}, [A], salt=salt)
         bench.add(tokens, vision=vision, cache=False)
         bench.run()
     assert bench.encoded == 3 and bench.failures == {}

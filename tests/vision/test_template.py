@@ -65,6 +65,30 @@ def test_an_answer_to_a_stray_is_that_of_ordinary_tokens(family: str) -> None:
     assert bench.encoded == 1
 
 
+def test_tools_and_arguments_of_the_template_are_text_too(tmp_path: Path) -> None:
+    """The arguments of earlier calls among them, which a template writes as JSON."""
+    made = rewritten(
+        tmp_path,
+        "qwen2_vl",
+        "{{ style }}{{ tools | tojson }}{% for m in messages %}"
+        "{% for p in m['content'] if m['content'] is not string %}"
+        "{% if p['type'] == 'image' %}<|image_pad|>{% else %}{{ p['text'] }}{% endif %}{% endfor %}"
+        "{{ m['tool_calls'] | default([]) | tojson }}{% endfor %}!",
+    )
+    stray = "<|image_pad|>"
+    asked, pictures = messages([A, "x"])
+    asked.append({"role": "assistant", "content": "", "tool_calls": [{"name": "f", "arguments": {"a": stray}}]})
+    tools = [{"name": "f", "description": f"draws {stray}"}]
+    ids, images = made.tokens(asked, {"style": f"plain {stray} "}, pictures, tools)
+    model = loaded("qwen2_vl")
+    assert ids.count(model.family.image_token_id) == 3 + len(images[0].positions)
+    picture = model.family.layout(A.size).text
+    assert model.loaded.tokenizer.decode(ids) == (
+        f'plain {stray} [{{"name": "f", "description": "draws {stray}"}}]{picture}x[]'
+        f'[{{"name": "f", "arguments": {{"a": "{stray}"}}}}]!'
+    )
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_conversation_without_pictures_is_what_the_template_writes(family: str) -> None:
     ids, images = tokens(template(family), "What is this?", "A cat.", "Are you sure?")
@@ -91,7 +115,7 @@ def test_the_digest_is_of_pixels_and_of_what_is_done_to_them() -> None:
     assert template("llava").digest(noise(1)) == digests["llava"] != template("llava").digest(B)
 
 
-PIECES = st.sampled_from(["<", "image", ">", "<image>", "<fake_token_around_image>", " ", "\ue000", "0", "ä"])
+PIECES = st.sampled_from(["<", "image", ">", "<image>", "<fake_token_around_image>", " ", "omlx", "0", "z", "a", "ä"])
 
 
 @settings(max_examples=200, deadline=None)

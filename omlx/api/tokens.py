@@ -1,0 +1,82 @@
+"""POST /tokenize and /detokenize, in the form in which vLLM has them."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+from pydantic import Field
+
+from omlx.api import openai
+from omlx.api.chat import ChatPrompt, Engine, EnginePool, encode, render
+from omlx.api.openai_body import Body, TokenIds, validated
+from omlx.errors import BadRequest
+
+_Model = Annotated[str, Field(min_length=1, max_length=500)]
+
+
+class TokenizeBody(Body):
+    """A `prompt` as in a completion, or `messages` (with `tools`) as in a chat completion."""
+
+    model: _Model
+    prompt: str | None = None
+    messages: Any = None
+    tools: Any = None
+    chat_template_kwargs: Any = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(Body):
+    model: _Model
+    tokens: TokenIds
+
+
+def router(pool: EnginePool, read_json: Callable[[Request], Awaitable[dict[str, Any]]]) -> APIRouter:
+    """The two routes. `read_json` gives a request's body."""
+
+    async def tokenize(http: Request) -> Response:
+        fields = validated(TokenizeBody, await read_json(http))
+        engine = await pool.get(fields.model)
+        return JSONResponse(await asyncio.to_thread(tokenized, engine, fields))
+
+    async def detokenize(http: Request) -> Response:
+        fields = validated(DetokenizeBody, await read_json(http))
+        engine = await pool.get(fields.model)
+        return JSONResponse(await asyncio.to_thread(detokenized, engine, fields))
+
+    routes = APIRouter()
+    routes.add_api_route("/tokenize", tokenize, methods=["POST"])
+    routes.add_api_route("/detokenize", detokenize, methods=["POST"])
+    return routes
+
+
+def tokenized(engine: Engine, fields: TokenizeBody) -> dict[str, Any]:
+    """The answer to POST /tokenize. Raises BadRequest."""
+    if (fields.prompt is None) == (fields.messages is None):
+        raise BadRequest("exactly one of prompt and messages has to be given", param="prompt")
+    special = fields.add_special_tokens
+    if fields.prompt is not None:
+        tokens = encode(engine, fields.prompt, "prompt", special=special is not False)
+    else:
+        text = render(engine, _conversation(fields), ready=fields.add_generation_prompt is not False)
+        tokens = encode(engine, text, "messages", special=bool(special))
+    body = {"count": len(tokens), "max_model_len": engine.context_length, "tokens": tokens}
+    return body | {"token_strs": engine.tokenizer.convert_ids_to_tokens(tokens) if fields.return_token_strs else None}
+
+
+def _conversation(fields: TokenizeBody) -> ChatPrompt:
+    parts = {"messages": fields.messages, "tools": fields.tools, "chat_template_kwargs": fields.chat_template_kwargs}
+    prompt = openai.parse_chat({"model": fields.model} | parts)[0].prompt
+    assert isinstance(prompt, ChatPrompt)
+    return prompt
+
+
+def detokenized(engine: Engine, fields: DetokenizeBody) -> dict[str, Any]:
+    """The answer to POST /detokenize. Raises BadRequest."""
+    if fields.tokens and max(fields.tokens) >= engine.vocab_size:
+        raise BadRequest(f"tokens: token ids of this model are from 0 to {engine.vocab_size - 1}", param="tokens")
+    options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+    return {"prompt": engine.tokenizer.decode(fields.tokens, **options)}
