@@ -156,12 +156,15 @@ def test_several_answers_to_a_prompt_each_have_its_pictures() -> None:
     bench = VisionBench("qwen3_vl", DictStore())
     first = bench.show([A, STORY, B, "What is this?"], cache=False)
     others = [bench.add(first.prompt, vision=first.vision.again(), cache=False, max_tokens=6) for _ in range(2)]
-    bench.scheduler.step()
-    bench.scheduler.abort(first.request_id)
+    one, two = others[0].vision, others[1].vision
+    while not all(vision.prepare(0, len(first.prompt), 1.0) for vision in (one, two)):
+        pass
+    one.release()
+    assert len(two.chunk(0, len(first.prompt)).at) == sum(key >= 1 << 31 for key in two.keys)
     bench.run()
     assert bench.failures == {}
     expected = words(cold("qwen3_vl", [A, STORY, B, "What is this?"]))
-    assert [words(bench.answer(request)) for request in others] == [expected] * 2
+    assert [words(bench.answer(request)) for request in (first, *others)] == [expected] * 3
 
 
 def test_nothing_is_decoded_or_encoded_for_a_prompt_whose_state_is_stored() -> None:
