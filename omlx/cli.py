@@ -20,7 +20,7 @@ from omlx import __version__
 from omlx.errors import ModelError, OmlxError, SettingError
 from omlx.model.folder import find_model, list_models, read_adapter
 from omlx.model.progress import console_progress
-from omlx.settings import Settings, default_home, flag_help, flag_name, option_fields
+from omlx.settings import Settings, default_home, flag_help, flag_name, is_switch, option_fields
 from omlx.sizes import format_size
 
 STARTER, EMBEDDER = "smollm2-135m", "all-minilm-l6-v2"
@@ -75,12 +75,12 @@ def _with_settings(
     gets as keywords.
     """
     options = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=_flag(name), annotation=str | None)
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=_flag(name), annotation=_flag_type(name))
         for name in fields or option_fields()
     ]
 
     def run(**given: Any) -> None:
-        settings = Settings.load({option.name: given.pop(option.name) for option in options})
+        settings = Settings.load({option.name: _as_text(given.pop(option.name)) for option in options})
         for warning in settings.warnings:
             sys.stderr.write(f"omlx: {warning}\n")
         command(settings, **given)
@@ -94,7 +94,18 @@ def _with_settings(
 
 def _flag(field: str) -> Any:
     text, metavar = flag_help(field)
-    return typer.Option(None, flag_name(field), help=text, metavar=metavar, show_default=False)
+    name = flag_name(field)
+    if is_switch(field):
+        return typer.Option(None, f"{name}/--no-{name[2:]}", help=text, show_default=False)
+    return typer.Option(None, name, help=text, metavar=metavar, show_default=False)
+
+
+def _flag_type(field: str) -> Any:
+    return bool | None if is_switch(field) else str | None
+
+
+def _as_text(given: str | bool | None) -> str | None:
+    return str(given).lower() if isinstance(given, bool) else given
 
 
 def serve(settings: Settings) -> None:

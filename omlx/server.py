@@ -28,12 +28,14 @@ from omlx.api import embeddings, openai, sse, tokens
 from omlx.api.answering import answer_events, collect
 from omlx.api.chat import EnginePool, Parse, ServedModel, make_generation
 from omlx.api.events import INTERNAL_FAULT, Fault, fault_of
+from omlx.api.image_source import ImageSource
+from omlx.api.pictures import Source, with_pictures
 from omlx.errors import BadRequest, NotFound, OmlxError
 from omlx.settings import Settings, usage_hint
 
 logger = logging.getLogger("omlx.server")
 
-MAX_BODY_BYTES = 16 * 1024 * 1024
+MAX_BODY_BYTES = 32 * 1024 * 1024  # an image of 20 MB in base64, and text
 OPEN_PATHS = frozenset({"/health", "/ready"})
 
 # Whoever sends one of these is, or comes through, somebody else than a program on this machine: a proxy, a web page.
@@ -76,10 +78,11 @@ def create_app(pool: admin.AdminPool, settings: Settings) -> FastAPI:
     )
     app.state.stopping = stopping
     app.state.start_error = None
-    _add_routes(app, pool)
+    source = ImageSource(settings.allow_remote_images, settings.allow_local_images)
+    _add_routes(app, pool, source)
     app.include_router(embeddings.router(pool, read_json))
-    app.include_router(tokens.router(pool, read_json))
-    app.include_router(admin.router(pool, settings, read_json))
+    app.include_router(tokens.router(pool, read_json, source))
+    app.include_router(admin.router(pool, settings, read_json, source))
     _add_error_handlers(app)
     app.add_middleware(AdminCheck, key=settings.admin_key.get_secret_value() if settings.admin_key else None)
     if settings.api_key is not None:
@@ -187,10 +190,10 @@ def _key_given(scope: Scope) -> bytes:
     return headers.get(b"x-api-key", b"").strip()
 
 
-def _add_routes(app: FastAPI, pool: EnginePool) -> None:
+def _add_routes(app: FastAPI, pool: EnginePool, source: Source) -> None:
     def endpoint(parse: Parse) -> Callable[[Request], Awaitable[Response]]:
         async def generate(http: Request) -> Response:
-            return await answer(http, pool, parse)
+            return await answer(http, pool, parse, source)
 
         return generate
 
@@ -218,10 +221,11 @@ def _add_routes(app: FastAPI, pool: EnginePool) -> None:
     app.add_api_route("/ready", ready, methods=["GET", "HEAD"])
 
 
-async def answer(http: Request, pool: EnginePool, parse: Parse) -> Response:
+async def answer(http: Request, pool: EnginePool, parse: Parse, source: Source) -> Response:
     """One request from body to answer, in any dialect."""
     asked, dialect = parse(await read_json(http))
     engine = await pool.get(asked.model)
+    asked = await with_pictures(engine, asked, source)
     generation = await make_generation(engine, asked, dialect.request_id)
     events = answer_events(engine, generation, model=engine.name)
     if asked.stream:

@@ -193,6 +193,14 @@ class Settings(BaseModel):
         "KEY",
         "Key that the routes under /admin ask for, another than the API key. Without it they answer this machine only.",
     )
+    allow_remote_images: bool = _option(
+        False,
+        "true|false",
+        "Whether requests may name images on the web, which the server then fetches (public hosts).",
+    )
+    allow_local_images: Path | None = _option(
+        None, "DIR", "Folder from which requests may name images by path or file: URL; none without it."
+    )
     log_level: LogLevel = _option("info", "|".join(("debug", "info", "warning", "error")), "What is logged.")
 
     _given: dict[str, Given] = PrivateAttr(default_factory=dict)
@@ -417,6 +425,11 @@ def flag_help(field: str) -> tuple[str, str]:
     extra = info.json_schema_extra if isinstance(info.json_schema_extra, dict) else {}
     default = "" if info.default is None else f" Default: {info.default}."
     return f"{info.description}{default}", str(extra["metavar"])
+
+
+def is_switch(field: str) -> bool:
+    """Whether an option is true or false: its flag takes no value."""
+    return Settings.model_fields[field].annotation is bool
 
 
 def usage_hint(host: str, port: int, model: str, api_key_set: bool, kind: str = "text") -> str:

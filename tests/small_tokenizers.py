@@ -10,7 +10,7 @@ CHAT_TEMPLATE = (
     "{% if message.role == 'user' and message.content == 'refuse' %}{{ raise_exception('no such turn') }}{% endif %}"
     "<{{ message.role }}>{{ message.content }}\n"
     "{% endfor %}"
-    "{% if style %}[{{ style }}]{% endif %}"
+    "{% if style %}[{{ style }}]{% endif %}{% if reasoning_effort %}({{ reasoning_effort }}){% endif %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 

@@ -39,3 +39,14 @@ def test_an_unknown_row_is_refused_by_name(storage, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         storage.options()
     assert "no such row: lunch; there are restore," in capsys.readouterr().err
+
+
+def test_putting_and_reading_features_is_measured(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    vision = importlib.import_module("vision")
+    words = ["--quick", "--parts", "features", "--feature-bytes", "200000", "--results", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["vision.py", *words])
+    asyncio.run(vision.main(vision.options(), tmp_path))
+    tables = json.loads((tmp_path / "vision-quick.json").read_text())["tables"]
+    assert [len(table["targets"]) for table in tables] == [4, 2]
+    assert all(target["value"] > 0 for target in tables[0]["targets"])

@@ -15,9 +15,10 @@ from pydantic import Field
 
 from omlx import __version__
 from omlx.api import openai
-from omlx.api.chat import ChatPrompt, ChatRequest, EnginePool, tokenize
+from omlx.api.chat import ChatPrompt, ChatRequest, EnginePool, prompt_tokens
 from omlx.api.message_places import where_it_differs
 from omlx.api.openai_body import Body, TokenIds, validated
+from omlx.api.pictures import Source, with_pictures
 from omlx.errors import BadRequest
 from omlx.request import ImageStart, Request
 from omlx.settings import Settings, option_fields, option_name
@@ -77,8 +78,11 @@ class ClearBody(Body):
 _PROMPTS = ("messages", "prompt", "tokens")
 
 
-def router(pool: AdminPool, settings: Settings, read_json: ReadJson) -> APIRouter:
-    """GET and POST /admin/cache_probe, POST /admin/cache/clear. `read_json` gives a request's body."""
+def router(pool: AdminPool, settings: Settings, read_json: ReadJson, source: Source) -> APIRouter:
+    """GET and POST /admin/cache_probe, POST /admin/cache/clear. `read_json` gives a request's body.
+
+    Images of prompts come from `source`.
+    """
 
     async def figures() -> Response:
         return JSONResponse({"version": __version__, **await pool.cache_figures(), "settings": _in_force(settings)})
@@ -86,10 +90,11 @@ def router(pool: AdminPool, settings: Settings, read_json: ReadJson) -> APIRoute
     async def prompt_of(body: dict[str, Any]) -> tuple[ChatRequest, Request]:
         asked = _asked(body)
         engine = await pool.get(asked.model)
-        tokens = await asyncio.to_thread(tokenize, engine, asked)
+        asked = await with_pictures(engine, asked, source)
+        tokens, vision = await asyncio.to_thread(prompt_tokens, engine, asked)
         if not tokens:
             raise BadRequest("the prompt is empty", param=asked.prompt_field)
-        return asked, Request("admin", tokens, asked.sampling, cache_salt=asked.cache_salt)
+        return asked, Request("admin", tokens, asked.sampling, cache_salt=asked.cache_salt, vision=vision)
 
     async def probe(http: HttpRequest) -> Response:
         asked, prompt = await prompt_of(await read_json(http))

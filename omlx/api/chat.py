@@ -13,7 +13,8 @@ from omlx.api.tool_prompt import spelled_out, without_billing_line
 from omlx.engine.detokenize import TextEngine
 from omlx.errors import BadRequest
 from omlx.model import chat_template
-from omlx.request import Request, RequestStats, SamplingParams
+from omlx.model.images import Picture
+from omlx.request import PromptVision, Request, RequestStats, SamplingParams
 
 
 class ServedModel(Protocol):
@@ -53,6 +54,23 @@ class Engine(TextEngine, Protocol):
     @property
     def most_requests(self) -> int: ...
 
+    @property
+    def vision(self) -> "VisionPrompts | None": ...
+
+
+class VisionPrompts(Protocol):
+    """Makes the prompts of a vision model (omlx.engine.vlm has the real one); in any thread."""
+
+    def prompt(
+        self,
+        messages: list[dict[str, Any]],
+        template_args: dict[str, Any],
+        pictures: Sequence[Picture],
+        salt: str = "",
+        tools: Sequence[dict[str, Any]] = (),
+    ) -> tuple[list[int], PromptVision | None]:
+        """Token ids, and the pictures in them: the k-th part {"type": "image"} is `pictures[k]`. Raises BadRequest."""
+
 
 class EnginePool(EmbedderPool, Protocol):
     """All served models, as the server sees them (omlx.engine.pool has the real one).
@@ -72,18 +90,31 @@ class EnginePool(EmbedderPool, Protocol):
     async def ready(self) -> bool: ...
 
 
+class ImagePart(NamedTuple):
+    """An image of a request: where it is to be had (a data: URL holds it), and its place in the body for messages."""
+
+    url: str
+    place: str
+
+    def __repr__(self) -> str:
+        return f"ImagePart({self.place})"  # the URL may hold megabytes
+
+
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
     """Messages for the model's chat template: dicts with `role` and a `content` text.
 
     An assistant's may have `tool_calls` (with `arguments` as objects) and `reasoning_content`, a tool's has
     `tool_call_id` and `name` where they are known. `tools` are what may be called, as `tool_prompt.canonical_tools`
-    gives them.
+    gives them. A message with images has its content in parts; the k-th part {"type": "image"} of all messages is
+    `images[k]`, and `pictures[k]` once they were read (see api.pictures).
     """
 
     messages: list[dict[str, Any]]
     template_args: dict[str, Any] = field(default_factory=dict)
     tools: tuple[dict[str, Any], ...] = ()
+    images: tuple[ImagePart, ...] = ()
+    pictures: tuple[Picture, ...] = ()
 
 
 class ToolChoice(NamedTuple):
@@ -224,16 +255,26 @@ async def make_request(engine: Engine, asked: ChatRequest, request_id: str) -> R
 
     Raises BadRequest, which names the field. Works in a thread: a long prompt takes a while.
     """
-    tokens = await asyncio.to_thread(tokenize, engine, asked)
+    tokens, vision = await asyncio.to_thread(prompt_tokens, engine, asked)
     if not tokens:
         raise BadRequest("the prompt is empty", param=asked.prompt_field)
     _check_bias(engine, asked.sampling)
     sampling = replace(asked.sampling, max_tokens=_fitting(engine, asked, len(tokens)))
-    return Request(request_id, tokens, sampling, use_cache=asked.use_cache, cache_salt=asked.cache_salt)
+    return Request(request_id, tokens, sampling, use_cache=asked.use_cache, cache_salt=asked.cache_salt, vision=vision)
+
+
+def prompt_tokens(engine: Engine, asked: ChatRequest) -> tuple[list[int], PromptVision | None]:
+    """Token ids of the prompt, and its pictures. Raises BadRequest."""
+    prompt = asked.prompt
+    if engine.vision is None or not isinstance(prompt, ChatPrompt):
+        return tokenize(engine, asked), None
+    assert len(prompt.pictures) == len(prompt.images), "the images were not read"
+    messages, tools = _with_tools(engine, prompt)
+    return engine.vision.prompt(messages, prompt.template_args, prompt.pictures, asked.cache_salt, tools)
 
 
 def tokenize(engine: Engine, asked: ChatRequest) -> list[int]:
-    """Token ids of the prompt. Raises BadRequest."""
+    """Token ids of a prompt without pictures. Raises BadRequest."""
     prompt = asked.prompt
     if isinstance(prompt, ChatPrompt):
         return encode(engine, render(engine, prompt), asked.prompt_field, special=False)

@@ -7,7 +7,7 @@ import uuid
 from dataclasses import replace
 from typing import Any
 
-from omlx.api.chat import ChatPrompt, ChatRequest
+from omlx.api.chat import ChatPrompt, ChatRequest, ImagePart
 from omlx.api.events import (
     Answer,
     CallArguments,
@@ -42,8 +42,9 @@ def parse_chat(body: dict[str, Any]) -> tuple[ChatRequest, "ChatDialect"]:
     fields = validated(ChatBody, body)
     if fields.top_logprobs is not None and not fields.logprobs:
         raise BadRequest("top_logprobs: needs logprobs to be true", param="top_logprobs")
-    messages = [_message(message, f"messages[{index}]") for index, message in enumerate(fields.messages)]
-    prompt = ChatPrompt(with_names(messages), template_args(fields), tools(fields))
+    images: list[ImagePart] = []
+    messages = [_message(message, f"messages[{index}]", images) for index, message in enumerate(fields.messages)]
+    prompt = ChatPrompt(with_names(messages), template_args(fields), tools(fields), tuple(images))
     top_logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
     request = replace(
         _request(fields, prompt, top_logprobs, "messages"),
@@ -125,8 +126,11 @@ def _default(value: float | None, default: float) -> float:
     return default if value is None else value
 
 
-def _message(message: Message, path: str) -> dict[str, Any]:
-    """A message for the chat template. Templates know "system", not its later name "developer"."""
+def _message(message: Message, path: str, images: list[ImagePart]) -> dict[str, Any]:
+    """A message for the chat template; what it has of images is added to `images`.
+
+    Templates know "system", not its later name "developer".
+    """
     for name in ("function_call", "audio"):
         if getattr(message, name):
             raise BadRequest(f"{path}.{name} is not supported", param=f"{path}.{name}", code="unsupported_parameter")
@@ -135,7 +139,7 @@ def _message(message: Message, path: str) -> dict[str, Any]:
     if message.role == "assistant":
         rendered |= {"content": _answered(message, path)} | called(message)
     else:
-        rendered["content"] = _text(message.content, f"{path}.content")
+        rendered["content"] = _content(message, f"{path}.content", images)
     extras = {"name": message.name, "tool_call_id": message.tool_call_id}
     return rendered | {name: value for name, value in extras.items() if value is not None}
 
@@ -154,6 +158,36 @@ def _text(content: str | list[dict[str, Any]] | None, path: str) -> str:
     if isinstance(content, str):
         return content
     return "\n".join(_part(part, f"{path}[{index}]") for index, part in enumerate(content))
+
+
+def _content(message: Message, path: str, images: list[ImagePart]) -> str | list[dict[str, Any]]:
+    """A text, or, with images, the parts as templates of vision models take them."""
+    content = message.content
+    if not isinstance(content, list) or all(part.get("type") != "image_url" for part in content):
+        return _text(content, path)
+    if message.role != "user":
+        raise BadRequest(f"{path}: images are taken in messages of the user alone", param=path)
+    parts: list[dict[str, Any]] = []
+    for index, part in enumerate(content):
+        place = f"{path}[{index}]"
+        if part.get("type") == "image_url":
+            images.append(ImagePart(_image_url(part, place), place))
+            parts.append({"type": "image"})
+        else:
+            parts.append({"type": "text", "text": _part(part, place)})
+    return parts
+
+
+def _image_url(part: dict[str, Any], path: str) -> str:
+    """Several clients send the URL itself where OpenAI has an object; `detail` changes nothing."""
+    given = part.get("image_url")
+    url = given.get("url") if isinstance(given, dict) else given
+    detail = given.get("detail") if isinstance(given, dict) else None
+    if not isinstance(url, str) or not url:
+        raise BadRequest(f'{path}: expected {{"type": "image_url", "image_url": {{"url": "..."}}}}', param=path)
+    if detail not in (None, "auto", "low", "high", "original"):
+        raise BadRequest(f"{path}: detail has to be auto, low or high", param=path)
+    return url
 
 
 def _part(part: dict[str, Any], path: str) -> str:

@@ -9,8 +9,9 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import Field
 
 from omlx.api import openai
-from omlx.api.chat import ChatPrompt, Engine, EnginePool, encode, render
+from omlx.api.chat import ChatPrompt, ChatRequest, Engine, EnginePool, encode, prompt_tokens, render
 from omlx.api.openai_body import Body, TokenIds, validated
+from omlx.api.pictures import Source, with_pictures
 from omlx.errors import BadRequest
 
 _Model = Annotated[str, Field(min_length=1, max_length=500)]
@@ -34,13 +35,16 @@ class DetokenizeBody(Body):
     tokens: TokenIds
 
 
-def router(pool: EnginePool, read_json: Callable[[Request], Awaitable[dict[str, Any]]]) -> APIRouter:
-    """The two routes. `read_json` gives a request's body."""
+def router(pool: EnginePool, read_json: Callable[[Request], Awaitable[dict[str, Any]]], source: Source) -> APIRouter:
+    """The two routes. `read_json` gives a request's body, `source` the images of its messages."""
 
     async def tokenize(http: Request) -> Response:
         fields = validated(TokenizeBody, await read_json(http))
         engine = await pool.get(fields.model)
-        return JSONResponse(await asyncio.to_thread(tokenized, engine, fields))
+        if (fields.prompt is None) == (fields.messages is None):
+            raise BadRequest("exactly one of prompt and messages has to be given", param="prompt")
+        asked = None if fields.messages is None else await with_pictures(engine, _conversation(fields), source)
+        return JSONResponse(await asyncio.to_thread(tokenized, engine, fields, asked))
 
     async def detokenize(http: Request) -> Response:
         fields = validated(DetokenizeBody, await read_json(http))
@@ -53,25 +57,25 @@ def router(pool: EnginePool, read_json: Callable[[Request], Awaitable[dict[str, 
     return routes
 
 
-def tokenized(engine: Engine, fields: TokenizeBody) -> dict[str, Any]:
-    """The answer to POST /tokenize. Raises BadRequest."""
-    if (fields.prompt is None) == (fields.messages is None):
-        raise BadRequest("exactly one of prompt and messages has to be given", param="prompt")
+def tokenized(engine: Engine, fields: TokenizeBody, asked: ChatRequest | None) -> dict[str, Any]:
+    """The answer to POST /tokenize; `asked` are its messages, if it has such. Raises BadRequest."""
     special = fields.add_special_tokens
     if fields.prompt is not None:
         tokens = encode(engine, fields.prompt, "prompt", special=special is not False)
+    elif asked is not None and engine.vision is not None:
+        tokens, _ = prompt_tokens(engine, asked)
     else:
-        text = render(engine, _conversation(fields), ready=fields.add_generation_prompt is not False)
+        assert asked is not None
+        assert isinstance(asked.prompt, ChatPrompt)
+        text = render(engine, asked.prompt, ready=fields.add_generation_prompt is not False)
         tokens = encode(engine, text, "messages", special=bool(special))
     body = {"count": len(tokens), "max_model_len": engine.context_length, "tokens": tokens}
     return body | {"token_strs": engine.tokenizer.convert_ids_to_tokens(tokens) if fields.return_token_strs else None}
 
 
-def _conversation(fields: TokenizeBody) -> ChatPrompt:
+def _conversation(fields: TokenizeBody) -> ChatRequest:
     parts = {"messages": fields.messages, "tools": fields.tools, "chat_template_kwargs": fields.chat_template_kwargs}
-    prompt = openai.parse_chat({"model": fields.model} | parts)[0].prompt
-    assert isinstance(prompt, ChatPrompt)
-    return prompt
+    return openai.parse_chat({"model": fields.model} | parts)[0]
 
 
 def detokenized(engine: Engine, fields: DetokenizeBody) -> dict[str, Any]:

@@ -17,7 +17,9 @@ import numpy.typing as npt
 from omlx.arrays import DTYPE_NAMES, DTYPES, ArrayPool, as_numpy, own_copy, raw_bytes, unpack
 from omlx.storage.disk_store import DEFAULT_QUEUE_BYTES
 from omlx.storage.feature_file import FeatureKey
-from omlx.storage.feature_folder import FeatureCounts, FeatureFolder, PutResult, open_features, release_features
+from omlx.storage.feature_folder import FeatureFolder, PutResult
+from omlx.storage.feature_index import FeatureCounts
+from omlx.storage.open_features import open_features, release_features
 from omlx.storage.tensor_file import BlockBuffer, TensorSpec
 
 DEFAULT_MEMORY_ENTRIES = 20

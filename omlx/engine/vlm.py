@@ -188,9 +188,9 @@ class VisionPrompts:
         messages: Messages,
         template_args: dict[str, Any],
         pictures: Sequence[Picture],
+        salt: str = "",
         tools: Sequence[dict[str, Any]] = (),
         *,
-        salt: str = "",
         ready: bool = True,
     ) -> tuple[list[int], PromptImages | None]:
         """Token ids of a conversation (`ready`: for the answer), and its pictures (None if it has none).

@@ -1,7 +1,7 @@
 """Vision features in files: one `FeatureFolder` per folder and process, with one writer thread.
 
-What waits to be written is readable at once, by everybody who shares the folder. `open_features` hands out
-the folder that there is.
+What waits to be written is readable at once, by everybody who shares the folder. `open_features` has those that
+are open.
 """
 
 import contextlib
@@ -11,9 +11,8 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, Protocol
 
 from omlx.sizes import format_size
 from omlx.storage.block_ledger import RESERVE_BYTES, RESERVE_SHARE
@@ -25,10 +24,9 @@ from omlx.storage.feature_file import (
     read_feature_file,
     write_feature_file,
 )
-from omlx.storage.feature_index import Entry, FeatureIndex, FileUsage
+from omlx.storage.feature_index import Entry, FeatureCounts, FeatureIndex, FileUsage, Found
 from omlx.storage.feature_listing import abandoned_files, feature_files, temporary_file
 from omlx.storage.folder import make_folder, remove
-from omlx.storage.open_once import OpenOnce
 from omlx.storage.open_stores import count_side_files, reserve_side_files, side_room
 from omlx.storage.tensor_file import BlockBuffer, DamagedBlock, TensorSpec, UnknownFormat
 from omlx.storage.troubles import Troubles
@@ -50,34 +48,6 @@ class FeatureUser(Protocol):
 
     def forget(self, key: FeatureKey) -> None:
         """Drops what RAM has of them: another user has put new ones."""
-
-
-@dataclass(slots=True)
-class FeatureCounts:
-    """What happened to the files of a folder since it was opened.
-
-    `damaged`: files that were not what they should be. `declined`: features too large for the limit.
-    `dropped_writes`: features that found no room in the write queue; they are queued when next used.
-    """
-
-    evictions: int = 0
-    expired: int = 0
-    damaged: int = 0
-    read_errors: int = 0
-    write_errors: int = 0
-    declined: int = 0
-    dropped_writes: int = 0
-
-    @property
-    def errors(self) -> int:
-        return self.damaged + self.read_errors + self.write_errors
-
-
-class Found(NamedTuple):
-    """What `fetch` found: the features themselves if they wait for their write, else they went into the place."""
-
-    entry: Entry
-    waiting: BlockBuffer | None
 
 
 class FeatureFolder:
@@ -553,25 +523,3 @@ class FeatureFolder:
         """In a forked child, which has no writer thread: what is there can be read, nothing is written."""
         self._lock = threading.Lock()  # another thread may have held it
         self._closed = True
-
-
-# ---- one per folder and process
-
-# Made after the block stores' registry, which open_stores has, so closed before it.
-_folders: OpenOnce[FeatureFolder] = OpenOnce()
-
-
-def open_features(
-    path: Path, max_bytes: int, queue_bytes: int, reserve_bytes: int | None = None, ttl_s: float = 0
-) -> FeatureFolder:
-    """The folder at this path, opened by the first of its users; the lowest limits hold."""
-    return _folders.open(
-        path,
-        lambda path: FeatureFolder(path, max_bytes, queue_bytes, reserve_bytes, ttl_s),
-        lambda folder: folder.lower_limit(max_bytes, ttl_s),
-    )
-
-
-def release_features(folder: FeatureFolder, timeout_s: float) -> bool:
-    """Ends one use: waits until all is written. The last user closes the folder. False if that took too long."""
-    return _folders.release(folder, timeout_s)

@@ -1,4 +1,4 @@
-"""Which features a folder has: what a `FeatureFolder` knows of its files. No file is touched here."""
+"""Which features a folder has: what a `FeatureFolder` knows of its files and counts. No file is touched here."""
 
 import contextlib
 from collections import Counter, OrderedDict
@@ -33,6 +33,34 @@ class Entry:
     def bytes(self) -> int:
         """Of its file as it will be when what is queued was written."""
         return self.file_bytes if self.pending is None else feature_file_size(self.key, self.pending.specs[0])
+
+
+@dataclass(slots=True)
+class FeatureCounts:
+    """What happened to the files of a folder since it was opened.
+
+    `damaged`: files that were not what they should be. `declined`: features too large for the limit.
+    `dropped_writes`: features that found no room in the write queue; they are queued when next used.
+    """
+
+    evictions: int = 0
+    expired: int = 0
+    damaged: int = 0
+    read_errors: int = 0
+    write_errors: int = 0
+    declined: int = 0
+    dropped_writes: int = 0
+
+    @property
+    def errors(self) -> int:
+        return self.damaged + self.read_errors + self.write_errors
+
+
+class Found(NamedTuple):
+    """What `fetch` found: the features themselves if they wait for their write, else they went into the place."""
+
+    entry: Entry
+    waiting: BlockBuffer | None
 
 
 class FeatureIndex:

@@ -335,6 +335,16 @@ def test_features_of_models_that_are_not_loaded_are_cleared_too(opened, tmp_path
     assert clear_cache(config_of(tmp_path), [], None).images == 1 and on_disk(tmp_path / "root") == []
 
 
+def test_what_other_caches_have_in_ram_of_cleared_files_is_forgotten(tmp_path):
+    one, two = (VisionFeatureSSDCache(tmp_path / "f", free_reserve_bytes=0) for _ in range(2))
+    one.put("h", "m", mx.ones((8,)))
+    assert one.flush(5) and two.get("h", "m") is not None and two.usage.ram_entries == 1
+    assert list(one.clear(lambda key: key.image_hash == "h")) == [("h", "m")]
+    assert two.usage == (0, 0, 0, 0) and two.get("h", "m") is None
+    one.close()
+    two.close()
+
+
 def test_features_in_ram_only_are_cleared(opened):
     tiers = opened(root=None)
     put(tiers, 1, 2)

@@ -1,0 +1,210 @@
+"""Where an image's bytes come from: the request itself, and, if the operator allows it, the web or a folder.
+
+The default is that a client's request makes the server open nothing. With `--allow-remote-images` it fetches http(s) URLs from
+global addresses alone: a host is resolved once, every one of its addresses is checked, and the connection
+goes to the one that was checked, so a name that changes its mind in between reaches nothing. Each
+redirect is a new URL. With `--allow-local-images DIR` it reads regular files below DIR.
+"""
+
+import asyncio
+import base64
+import binascii
+import ipaddress
+import os
+import re
+import socket
+import stat
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import httpx
+
+from omlx.errors import BadRequest
+from omlx.model.images import MAX_BYTES
+from omlx.sizes import format_size
+
+_REDIRECTS = 3
+_FETCH_WITHIN_S = 20.0
+_TIMEOUT = httpx.Timeout(10.0, connect=5.0)
+_NAT64 = ipaddress.ip_network("64:ff9b::/96")
+_SHOWN = 80  # characters of a URL in a message
+
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
+
+
+async def resolve(host: str, port: int) -> Sequence[str]:
+    """All addresses of a host. Raises OSError."""
+    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return [str(entry[4][0]) for entry in found]
+
+
+def is_public(address: str) -> bool:
+    """Whether an address is one of the open internet, in whatever form it is written or wrapped."""
+    ip: Address = ipaddress.ip_address(address.partition("%")[0])
+    inner: list[Address | None] = [ip]
+    if isinstance(ip, ipaddress.IPv6Address):
+        inner += [ip.ipv4_mapped, ip.sixtofour, *(ip.teredo or ())]
+        if ip in _NAT64:
+            inner.append(ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF))
+        if ip.ipv4_mapped is not None:
+            inner.remove(ip)  # what it wraps is what counts
+    return all(one.is_global and not one.is_multicast and not one.is_reserved for one in inner if one is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class ImageSource:
+    """What the operator allows. `resolve` and `is_public` are replaced in tests alone."""
+
+    allow_remote: bool = False
+    local_folder: Path | None = None
+    resolve: Resolve = resolve
+    is_public: Callable[[str], bool] = is_public
+
+    async def fetch(self, url: str) -> bytes:
+        """The bytes behind a URL. Raises BadRequest, which does not say which image it was."""
+        scheme = url[:12].lower().partition(":")[0]
+        if scheme == "data" and url[4:5] == ":":
+            return await asyncio.to_thread(from_data_url, url)
+        if scheme in ("http", "https"):
+            return await self._remote(url)
+        if scheme == "file" or "://" not in url:
+            return await self._local(url)
+        raise BadRequest(f"images come as data:, http(s): or file: URLs, not as {_shown(url)}")
+
+    # ---- the web
+
+    async def _remote(self, url: str) -> bytes:
+        if not self.allow_remote:
+            raise BadRequest("images from the web are not allowed here (the server's --allow-remote-images)")
+        try:
+            async with asyncio.timeout(_FETCH_WITHIN_S):
+                return await self._follow(url)
+        except TimeoutError:
+            raise BadRequest(f"{_shown(url)} took longer than {_FETCH_WITHIN_S:.0f} s") from None
+        except (httpx.HTTPError, httpx.InvalidURL, OSError, UnicodeError) as error:
+            raise BadRequest(f"{_shown(url)} could not be fetched ({type(error).__name__})") from None
+
+    async def _follow(self, url: str) -> bytes:
+        async with httpx.AsyncClient(trust_env=False, timeout=_TIMEOUT, follow_redirects=False) as client:
+            for _ in range(_REDIRECTS + 1):
+                answer = await self._get(client, url)
+                if isinstance(answer, bytes):
+                    return answer
+                url = answer
+        raise BadRequest(f"more than {_REDIRECTS} redirects")
+
+    async def _get(self, client: httpx.AsyncClient, url: str) -> bytes | str:
+        """What a URL gives, or where it redirects to."""
+        target = httpx.URL(url)
+        if target.scheme not in ("http", "https") or not target.host:
+            raise BadRequest(f"a redirect to {_shown(url)} is not followed")
+        if target.userinfo:
+            raise BadRequest("a URL with a user name or password is not fetched")
+        address = await self._checked_address(target)
+        # `identity`: the byte limit would not bound what a compressed answer unpacks to.
+        headers = {"Host": target.netloc.decode(), "Accept-Encoding": "identity", "Accept": "image/*"}
+        request = client.build_request("GET", target.copy_with(host=address), headers=headers)
+        request.extensions["sni_hostname"] = target.host
+        answer = await client.send(request, stream=True)
+        try:
+            if answer.is_redirect:
+                return str(target.join(answer.headers["location"]))
+            if answer.status_code != 200:
+                raise BadRequest(f"{_shown(url)} answered with status {answer.status_code}")
+            return await self._body(answer)
+        finally:
+            await answer.aclose()
+
+    async def _checked_address(self, target: httpx.URL) -> str:
+        port = target.port or (443 if target.scheme == "https" else 80)
+        addresses = await self.resolve(target.host, port)
+        if not addresses or not all(map(self.is_public, addresses)):
+            raise BadRequest(f"{target.host[:_SHOWN]} is not an address of the open internet")
+        return addresses[0]
+
+    async def _body(self, answer: httpx.Response) -> bytes:
+        if answer.headers.get("content-encoding", "identity") != "identity":
+            raise BadRequest("the web server compresses what it was asked not to")
+        data = bytearray()
+        async for piece in answer.aiter_raw():
+            data += piece
+            if len(data) > MAX_BYTES:
+                raise _too_large()
+        return bytes(data)
+
+    # ---- files
+
+    async def _local(self, url: str) -> bytes:
+        if self.local_folder is None:
+            raise BadRequest("images in files are not allowed here (the server's --allow-local-images)")
+        return await asyncio.to_thread(from_file, url, self.local_folder)
+
+
+def from_data_url(url: str) -> bytes:
+    """The bytes in a data: URL. Its media type is not looked at: the content decides."""
+    head, comma, text = url.partition(",")
+    if not comma or not head.lower().rstrip().endswith(";base64"):
+        raise BadRequest("a data: URL for an image has the form data:image/png;base64,...")
+    if "%" in text[:_SHOWN] or "%" in text[-_SHOWN:]:
+        text = unquote(text)
+    text = re.sub(r"\s+", "", text).translate(_STANDARD).rstrip("=")
+    if len(text) * 3 // 4 > MAX_BYTES:
+        raise _too_large()
+    try:
+        return base64.b64decode(text + "=" * (-len(text) % 4), validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise BadRequest(f"the data: URL is not valid base64 ({error})") from None
+
+
+_STANDARD = str.maketrans("-_", "+/")
+
+
+def from_file(url: str, folder: Path) -> bytes:
+    """A regular file below `folder`, named by a file: URL or a path. No link on the way may lead out of it."""
+    name = url
+    if url[:5].lower() == "file:":
+        parts = urlsplit(url)
+        if parts.netloc not in ("", "localhost"):
+            raise BadRequest("a file: URL must not name a host")
+        name = unquote(parts.path)
+    root = os.path.realpath(folder)
+    with suppress(OSError, ValueError):
+        path = os.path.realpath(os.path.join(root, name))
+        if os.path.commonpath([root, path]) == root and path != root:
+            return _read_below(root, os.path.relpath(path, root))
+    raise BadRequest("there is no such image in the folder of --allow-local-images")
+
+
+def _read_below(root: str, path: str) -> bytes:
+    """Opened step by step without following links: what was checked is what is read. Raises OSError."""
+    at = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        *folders, name = path.split(os.sep)
+        for part in folders:
+            deeper = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=at)
+            os.close(at)
+            at = deeper
+        # Non-blocking, since opening a pipe waits for whoever writes into it.
+        file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=at)
+    finally:
+        os.close(at)
+    with os.fdopen(file, "rb") as opened:
+        if not stat.S_ISREG(os.fstat(file).st_mode):
+            raise OSError("not a regular file")
+        data = opened.read(MAX_BYTES + 1)
+    if len(data) > MAX_BYTES:
+        raise _too_large()
+    return data
+
+
+def _too_large() -> BadRequest:
+    return BadRequest(f"more than the {format_size(MAX_BYTES)} that an image may have")
+
+
+def _shown(url: str) -> str:
+    """The beginning of a URL, without what a query may hold."""
+    return re.sub(r"[^!-~]", "?", url.partition("?")[0])[:_SHOWN]
