@@ -229,7 +229,7 @@ class Settings(BaseModel):
     @classmethod
     def _plain(cls, value: Any, info: ValidationInfo) -> Any:
         shown = quoted(MASK if info.field_name in _SECRETS else value)
-        if isinstance(value, bool):
+        if isinstance(value, bool) and not is_switch(str(info.field_name)):
             raise ValueError(f"{shown} is true or false, not a value of this setting")
         if isinstance(value, str) and not value.strip():
             raise ValueError(f"{shown} is empty")

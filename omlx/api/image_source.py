@@ -1,9 +1,9 @@
 """Where an image's bytes come from: the request itself, and, if the operator allows it, the web or a folder.
 
-The default is that a client's request makes the server open nothing. With `--allow-remote-images` it fetches http(s) URLs from
-global addresses alone: a host is resolved once, every one of its addresses is checked, and the connection
-goes to the one that was checked, so a name that changes its mind in between reaches nothing. Each
-redirect is a new URL. With `--allow-local-images DIR` it reads regular files below DIR.
+The default is that a client's request makes the server open nothing. With `--allow-remote-images` it fetches http(s)
+URLs from global addresses alone: a host is resolved once, every one of its addresses is checked, and the connection
+goes to the one that was checked, so a name that changes its mind in between reaches nothing. Each redirect is a new
+URL. With `--allow-local-images DIR` it reads regular files below DIR.
 """
 
 import asyncio
