@@ -93,3 +93,20 @@ async def test_what_cannot_be_seen_is_refused(tmp_path: Path) -> None:
         ):
             refused = await server.post("/v1/chat/completions", model=model, messages=[user(part(picture), "x")])
             assert refused.status_code == 400 and message in refused.json()["error"]["message"]
+
+
+async def test_the_probe_says_what_is_stored_of_a_prompt_with_pictures(tmp_path: Path) -> None:
+    async with serving(tmp_path) as server:
+        story = "A painter had painted two squares, which looked nearly the same. " * 2
+
+        async def probe(second: Shown) -> dict[str, Any]:
+            question = user(story, part(A), " and ", part(second), "!")
+            return (await server.post("/admin/cache_probe", model="qwen3_vl", messages=[question])).json()
+
+        assert [image["features"] for image in (await probe(B))["images"]] == [None, None]
+        _, tokens, _ = await ask(server, "qwen3_vl", user(story, part(A), " and ", part(B), "!"))
+        found, parted = await probe(B), await probe(noise(9, 64, 33))
+        assert found["cached_tokens"] == tokens - 1
+        assert len(story) // 64 * 64 <= parted["cached_tokens"] <= parted["images"][1]["token"]
+        assert [image["features"] for image in found["images"]] == ["ram", "ram"]
+        assert [image["features"] for image in parted["images"]] == ["ram", None]
