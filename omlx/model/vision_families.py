@@ -46,7 +46,7 @@ class LlavaFamily(VisionFamily):
         self._processor = pil_processor(files.image_settings(), "CLIPImageProcessor")
         crops = bool(getattr(self._processor, "do_center_crop", False))
         side = tile_side(self._processor.crop_size if crops else self._processor.size)
-        check_side(side, self._vision.image_size)
+        _check_side(side, self._vision.image_size)
         self._patches = (self._vision.image_size // self._vision.patch_size) ** 2
         class_token = self._vision.model_type == "clip_vision_model"
         dropped = model.config.vision_feature_select_strategy == "default"
@@ -65,13 +65,17 @@ class LlavaFamily(VisionFamily):
     def encode(self, pixels: Pixels) -> Steps:
         pieces = []
         for tiles in batches(pixels.values, self._patches):
-            *_, states = self.model.vision_tower(tiles, output_hidden_states=True)
-            at = self._layer % len(states)
-            chosen = states[at]
-            yield from layer_by_layer(states[:at])
+            chosen, states = self._seen(tiles)
+            yield from layer_by_layer(states)
             features = self.model.multi_modal_projector(chosen[:, self._dropped :])
             pieces.append(features.reshape(-1, self.width).astype(self.dtype))
         return joined(pieces)
+
+    def _seen(self, tiles: mx.array) -> tuple[mx.array, list[mx.array]]:
+        """The chosen layer's state, and those before it; nothing is computed yet."""
+        states = self.model.vision_tower(tiles, output_hidden_states=True)[-1]
+        at = self._layer % len(states)
+        return states[at], list(states[:at])
 
 
 class Idefics3Family(VisionFamily):
@@ -84,7 +88,7 @@ class Idefics3Family(VisionFamily):
         self._processor = pil_processor(settings, kind)
         self._side = int(self._processor.max_image_size["longest_edge"])
         vision = model.config.vision_config
-        check_side(self._side, vision.image_size)
+        _check_side(self._side, vision.image_size)
         self._patches_a_side = self._side // vision.patch_size
         if self._patches_a_side % model.config.scale_factor:
             raise ModelError(f"tiles of {self._patches_a_side} patches a side cannot be shrunk as config.json says")
@@ -152,14 +156,20 @@ class Idefics3Family(VisionFamily):
         return Pixels(float_tiles(self._processor([picture], return_tensors="np")["pixel_values"]))
 
     def encode(self, pixels: Pixels) -> Steps:
-        pieces, side = [], self._patches_a_side
-        for tiles in batches(pixels.values, side * side):
-            seen = mx.ones((len(tiles), side, side), dtype=mx.bool_)
-            pooled, _, states = self.model.vision_model(tiles, patch_attention_mask=seen, output_hidden_states=True)
+        pieces = []
+        for tiles in batches(pixels.values, self._patches_a_side**2):
+            pooled, states = self._seen(tiles)
             yield from layer_by_layer(states)
             features = self.model.connector(pooled.astype(tiles.dtype))
             pieces.append(features.reshape(-1, self.width).astype(self.dtype))
         return joined(pieces)
+
+    def _seen(self, tiles: mx.array) -> tuple[mx.array, list[mx.array]]:
+        """What the encoder gives, and its layers' states before it; nothing is computed yet."""
+        side = self._patches_a_side
+        everything = mx.ones((len(tiles), side, side), dtype=mx.bool_)
+        pooled, _, states = self.model.vision_model(tiles, patch_attention_mask=everything, output_hidden_states=True)
+        return pooled, list(states)
 
     @property
     def text_model(self) -> Any:
@@ -176,15 +186,16 @@ class Gemma3Family(VisionFamily):
         super().__init__(model, files, tokenizer)
         self._vision = model.config.vision_config
         self._processor = pil_processor(files.image_settings() | {"do_pan_and_scan": False}, "Gemma3ImageProcessor")
-        check_side(tile_side(self._processor.size), self._vision.image_size)
+        _check_side(tile_side(self._processor.size), self._vision.image_size)
         self._patches_a_side = self._vision.image_size // self._vision.patch_size
         tokens_a_side = math.isqrt(model.config.text_config.mm_tokens_per_image)
         if not tokens_a_side or self._patches_a_side % tokens_a_side:
             raise ModelError(f"config.json: {self._patches_a_side} patches cannot be pooled to {tokens_a_side}")
         self._positions = tokens_a_side**2
-        self.marker = self.literal = _begin = token_text(tokenizer, files.config.get("boi_token_index", 255999))
+        begin = token_text(tokenizer, files.config.get("boi_token_index", 255999))
+        self.marker = self.literal = begin
         end = token_text(tokenizer, files.config.get("eoi_token_index", 256000))
-        self._text = f"\n\n{_begin}{self.image_token * self._positions}{end}\n\n"
+        self._text = f"\n\n{begin}{self.image_token * self._positions}{end}\n\n"
         self.settings_digest = digest_of("gemma3", self._processor.to_dict())
 
     def layout(self, size: Size) -> Layout:
@@ -198,14 +209,19 @@ class Gemma3Family(VisionFamily):
     def encode(self, pixels: Pixels) -> Steps:
         pieces = []
         for tiles in batches(pixels.values, self._patches_a_side**2):
-            pooled, _, states = self.model.vision_tower(tiles.astype(self.dtype), output_hidden_states=True)
+            pooled, states = self._seen(tiles)
             yield from layer_by_layer(states)
             features = self.model.multi_modal_projector(pooled) / self.width**0.5
             pieces.append(features.reshape(-1, self.width).astype(self.dtype))
         return joined(pieces)
 
+    def _seen(self, tiles: mx.array) -> tuple[mx.array, list[mx.array]]:
+        """What the encoder gives, and its layers' states before it; nothing is computed yet."""
+        pooled, _, states = self.model.vision_tower(tiles.astype(self.dtype), output_hidden_states=True)
+        return pooled, list(states)
 
-def check_side(side: int | None, image_size: int) -> None:
+
+def _check_side(side: int | None, image_size: int) -> None:
     """Raise ModelError unless the image processor's pictures are those that the encoder takes."""
     if side != image_size:
         raise ModelError(

@@ -9,7 +9,7 @@ embeddings. Everything but `encode`, `embed` and `extra_args` works without MLX,
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator
 from importlib import import_module
 from typing import Any, NamedTuple, Protocol
 
@@ -211,12 +211,14 @@ def batches(values: npt.NDArray[Any], patches: int) -> Iterator[mx.array]:
         yield mx.array(values[start : start + size]).transpose(0, 2, 3, 1)
 
 
-def layer_by_layer(states: Sequence[mx.array]) -> Iterator[None]:
-    """Computes the states of an encoder's layers, one after the other, pausing after each."""
-    waiting = list(states)[::-1]
-    del states
-    while waiting:
-        mx.eval(waiting.pop())
+def layer_by_layer(states: list[mx.array]) -> Iterator[None]:
+    """Computes the states of an encoder's layers, one after the other, pausing after each.
+
+    The list is emptied: a state is not kept longer than the next layer needs it.
+    """
+    states.reverse()
+    while states:
+        mx.eval(states.pop())
         yield
 
 
