@@ -195,7 +195,7 @@ class Settings(BaseModel):
     )
     allow_remote_images: bool = _option(
         False,
-        "true|false",
+        "",
         "Whether requests may name images on the web, which the server then fetches (public hosts).",
     )
     allow_local_images: Path | None = _option(

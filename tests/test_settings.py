@@ -399,7 +399,8 @@ def test_readme_lists_every_option_as_it_is() -> None:
     readme = (Path(__file__).parent.parent / "README.md").read_text("utf-8")
     listed = [line for line in readme.splitlines() if line.startswith("| `--")]
     helps = [(flag_name(field), *flag_help(field)) for field in option_fields()]
-    assert listed == [f"| `{flag} {metavar.replace('|', chr(92) + '|')}` | {text} |" for flag, text, metavar in helps]
+    names = [f"{flag} {metavar}".strip().replace("|", "\\|") for flag, _, metavar in helps]
+    assert listed == [f"| `{name}` | {text} |" for name, (_, text, _) in zip(names, helps, strict=True)]
 
 
 def test_the_admin_key_is_a_secret_and_another_than_the_api_key(env: dict[str, str]) -> None:

@@ -30,6 +30,7 @@ _REDIRECTS = 3
 _FETCH_WITHIN_S = 20.0
 _TIMEOUT = httpx.Timeout(10.0, connect=5.0)
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
+_PROTOCOLS = ipaddress.ip_network("192.0.0.0/24")  # parts of it count as global
 _SHOWN = 80  # characters of a URL in a message
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -47,12 +48,15 @@ def is_public(address: str) -> bool:
     ip: Address = ipaddress.ip_address(address.partition("%")[0])
     inner: list[Address | None] = [ip]
     if isinstance(ip, ipaddress.IPv6Address):
-        inner += [ip.ipv4_mapped, ip.sixtofour, *(ip.teredo or ())]
-        if ip in _NAT64:
-            inner.append(ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF))
-        if ip.ipv4_mapped is not None:
-            inner.remove(ip)  # what it wraps is what counts
-    return all(one.is_global and not one.is_multicast and not one.is_reserved for one in inner if one is not None)
+        wrapped = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF) if ip in _NAT64 else ip.ipv4_mapped
+        # Where another address is wrapped, that one counts.
+        inner = [wrapped] if wrapped is not None else [ip, ip.sixtofour, *(ip.teredo or ())]
+    return all(_is_global(one) for one in inner if one is not None)
+
+
+def _is_global(ip: Address) -> bool:
+    special = ip.is_multicast or ip.is_reserved or ip in _PROTOCOLS
+    return ip.is_global and not special
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +103,8 @@ class ImageSource:
 
     async def _get(self, client: httpx.AsyncClient, url: str) -> bytes | str:
         """What a URL gives, or where it redirects to."""
+        if not url.lower().startswith(("http://", "https://")):
+            raise BadRequest(f"a redirect to {_shown(url)} is not followed")
         target = httpx.URL(url)
         if target.scheme not in ("http", "https") or not target.host:
             raise BadRequest(f"a redirect to {_shown(url)} is not followed")
@@ -112,7 +118,7 @@ class ImageSource:
         answer = await client.send(request, stream=True)
         try:
             if answer.is_redirect:
-                return str(target.join(answer.headers["location"]))
+                return _joined(target, answer.headers["location"])
             if answer.status_code != 200:
                 raise BadRequest(f"{_shown(url)} answered with status {answer.status_code}")
             return await self._body(answer)
@@ -142,6 +148,11 @@ class ImageSource:
         if self.local_folder is None:
             raise BadRequest("images in files are not allowed here (the server's --allow-local-images)")
         return await asyncio.to_thread(from_file, url, self.local_folder)
+
+
+def _joined(base: httpx.URL, location: str) -> str:
+    """Where a redirect leads; a URL with a scheme of its own as it is."""
+    return location if re.match(r"[A-Za-z][\w+.-]*:", location) else str(base.join(location))
 
 
 def from_data_url(url: str) -> bytes:

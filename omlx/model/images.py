@@ -16,7 +16,7 @@ from omlx.errors import BadRequest
 from omlx.sizes import format_size
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
-MAX_BYTES = 20 * 1000 * 1000
+MAX_BYTES = 20 << 20
 MAX_SIDE = 8000  # pixels; 8000 x 8000 take 256 MB while they are decoded
 _STRIP = 256  # rows that are hashed or scaled at a time
 

@@ -95,7 +95,7 @@ class VisionTemplate:
         shown = render(self._tokenizer, self._name, safe, safe_args, safe_tools, ready=ready)
         text, labels = self._expanded(shown, strays, layouts)
         self._check_length(len(text))
-        ids = list(self._tokenizer.encode(text, add_special_tokens=False))
+        ids = self._begin(text) + list(self._tokenizer.encode(text, add_special_tokens=False))
         return ids, self._placed(ids, labels, pictures, layouts)
 
     def _layout(self, number: int, picture: Picture) -> Layout:
@@ -144,6 +144,16 @@ class VisionTemplate:
                 param="messages",
             )
         return "".join(pieces), labels
+
+    def _begin(self, text: str) -> list[int]:
+        """The token that begins every text, where the tokenizer adds one and the template has not written it.
+
+        LLaVA's templates leave it to the tokenizer, as those of text models seldom do.
+        """
+        begin, token = self._tokenizer.bos_token_id, self._tokenizer.bos_token
+        if begin is None or text.startswith(token) or list(self._tokenizer.encode("")) != [begin]:
+            return []
+        return [int(begin)]
 
     def _placed(
         self, ids: list[int], labels: list[int], pictures: Sequence[Picture], layouts: Sequence[Layout]

@@ -3,14 +3,15 @@
 The trailer, which those readers pass over, names the features and holds a checksum. docs/FORMAT.md describes it.
 """
 
+import contextlib
 import hashlib
 import json
 import os
 import re
 import stat
 import struct
-import threading
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,7 +38,7 @@ _MARK = b"omlxfeat"
 _END = struct.Struct("<16sI8s")  # checksum, length of the label in front of it, mark
 _MAX_LABEL = 1 << 20
 _SEGMENT = 1 << 20  # bytes read before they are hashed: they are in the processor's cache then
-_SHARED = 4  # segments from which on a second thread helps, which costs 0.15 ms to start
+_SHARED = 4  # segments from which on a second thread helps
 _HEADER_READ = 1024
 _MODEL_NAME = re.compile(r"(.*)-[0-9a-f]{16}(?:\.[0-9a-f]{16})?", re.DOTALL)
 _HEADER = re.compile(
@@ -46,6 +47,9 @@ _HEADER = re.compile(
 # As MLX writes them: numpy has no bfloat16 and calls it two bytes of anything.
 _DESCR = {name: "<V2" if name == "BF16" else dtype.str for name, dtype in DTYPES.items()}
 _DTYPE_OF = {descr: name for name, descr in _DESCR.items()}
+
+
+_helper = ThreadPoolExecutor(1, thread_name_prefix="omlx-reads-features")
 
 
 class FeatureKey(NamedTuple):
@@ -153,15 +157,20 @@ def _read_segments(fd: int, data: memoryview, offset: int) -> list[bytes]:
         except (OSError, DamagedBlock) as error:
             failures.append(error)
 
-    helpers = [threading.Thread(target=work, daemon=True)] if len(segments) >= _SHARED else []
-    for helper in helpers:
-        helper.start()
+    helper = _ask_for_help(work) if len(segments) >= _SHARED else None
     work()
-    for helper in helpers:
-        helper.join()
+    if helper is not None and not helper.cancel():  # where no processor was free for it, nobody waits for it
+        helper.result()
+    segments.clear()  # a task that was cancelled is in the queue still, and would keep the memory
     if failures:
         raise failures[0]
     return digests
+
+
+def _ask_for_help(work: Callable[[], None]) -> "Future[None] | None":
+    with contextlib.suppress(RuntimeError):  # when the interpreter ends, there is none any more
+        return _helper.submit(work)
+    return None
 
 
 def read_label(path: Path) -> FeatureLabel | None:

@@ -175,7 +175,7 @@ def test_a_large_file_that_was_cut_is_a_miss(opened, tmp_path, left):
     cache.flush(10)
     path = file_of(tmp_path / "features", 1)
     os.truncate(path, left if left >= 0 else path.stat().st_size + left)
-    assert not found(cache, 1, LARGE) and cache.stats.files.damaged == 1 and not wait_for(lambda: path.exists(), 0.2)
+    assert not found(cache, 1, LARGE) and cache.stats.files.damaged == 1 and wait_for(lambda: not path.exists())
 
 
 def test_a_file_that_is_cut_while_it_is_read_is_a_miss(opened, tmp_path, monkeypatch):
@@ -194,6 +194,30 @@ def test_a_file_that_is_cut_while_it_is_read_is_a_miss(opened, tmp_path, monkeyp
 
     monkeypatch.setattr(os, "preadv", cutting)
     assert not found(cache, 1, LARGE) and cache.stats.errors == 1
+
+
+def test_features_are_read_without_the_second_thread_where_it_has_no_time(opened, tmp_path, monkeypatch):
+    cache, preadv, go, held = opened(), os.preadv, threading.Event(), threading.Event()
+    put(cache, 1, 2, shape=LARGE)
+    cache.flush(10)
+    mine, readers = threading.current_thread(), set()
+
+    def slow(*args):
+        if threading.current_thread() is not mine:
+            readers.add(threading.current_thread())
+            if len(readers) == 2:
+                held.set()
+            assert go.wait(20)
+        return preadv(*args)
+
+    monkeypatch.setattr(os, "preadv", slow)
+    other = threading.Thread(target=found, args=(cache, 1, LARGE))
+    other.start()
+    assert held.wait(10)  # that one stands still, and so does the second thread
+    assert found(cache, 2, LARGE) and found(cache, 2, LARGE)
+    go.set()
+    other.join(20)
+    assert cache.stats.disk_loads == 3 and cache.stats.errors == 0
 
 
 def test_swapped_files_of_two_pictures_are_misses(opened, tmp_path):
@@ -262,7 +286,8 @@ def test_a_file_in_the_folders_place_leaves_ram_at_work_until_it_is_gone(opened,
     cache, folder = opened(entries=2), tmp_path / "features"
     put(cache, 0, 1)
     cache.flush(5)
-    wait_for(lambda: put_file_in_place(folder))
+    while not put_file_in_place(folder):
+        continue
     assert found(cache, 0) and found(cache, 1)
     put(cache, 2)
     assert not cache.flush(5) and found(cache, 2) and not found(cache, 3) and folder.read_text() == "mine"

@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mlx_vlm.models.llava.processing_llava import LlavaProcessor
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 
 from omlx.errors import BadRequest
 from omlx.model.vision_template import VisionTemplate
@@ -170,6 +173,24 @@ def test_a_template_that_knows_text_alone_gets_pictures_as_text(family: str, tmp
     )
     assert [image.picture for image in images] == [A, B]
     assert tokens(made, "Hello")[0] == model.loaded.tokenizer.encode("user: Hello\nassistant: ")
+
+
+@pytest.mark.parametrize("written", [True, False])
+def test_the_token_that_begins_a_text_is_there_once(written: bool, tmp_path: Path) -> None:
+    made = shutil.copytree(folder("llava"), tmp_path / "m")
+    tokenizer = Tokenizer.from_file(str(made / "tokenizer.json"))
+    tokenizer.post_processor = TemplateProcessing(single="<|im_end|> $A", special_tokens=[("<|im_end|>", 257)])
+    tokenizer.save(str(made / "tokenizer.json"))
+    file = made / "tokenizer_config.json"
+    begin = {"bos_token": "<|im_end|>", "chat_template": ("{{ bos_token }}" if written else "") + TEXT_ONLY}
+    file.write_text(json.dumps(json.loads(file.read_text()) | begin))
+    model = load_vision(made)
+    ids, images = tokens(VisionTemplate(model.loaded.tokenizer, "tiny", model.family, 100_000), [A, "x"])
+    assert ids.count(257) == 1 and ids[:2] == [257, ord("u")]
+    assert images[0].start == 1 + len("user: ")
+    if not written:  # mlx-vlm leaves it to its processor, whatever the template wrote
+        processor = LlavaProcessor.from_pretrained(made)
+        assert ids == processor(images=[A.image], text=["user: <image>\nx\nassistant: "])["input_ids"].tolist()[0]
 
 
 def test_a_template_that_drops_a_picture_is_said(tmp_path: Path) -> None:

@@ -1,0 +1,259 @@
+"""Where images may come from: the request, the web if allowed, a folder if allowed, and nowhere else."""
+
+import base64
+import os
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from omlx.api.image_source import ImageSource, from_data_url, is_public
+from omlx.errors import BadRequest
+from omlx.model.images import MAX_BYTES
+
+DATA = bytes(range(256)) * 3
+
+
+async def refused(source: ImageSource, url: str) -> str:
+    with pytest.raises(BadRequest) as error:
+        await source.fetch(url)
+    assert len(str(error.value)) < 250 and "\n" not in str(error.value)
+    return str(error.value)
+
+
+# ---- in the request
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "data:image/png;base64," + base64.b64encode(DATA).decode(),
+        "data:;base64," + base64.b64encode(DATA).decode(),
+        "DATA:image/jpeg;charset=x;base64," + base64.b64encode(DATA).decode().rstrip("="),
+        "data:image/png;base64,\n" + base64.encodebytes(DATA).decode(),
+        "data:image/png;base64," + base64.urlsafe_b64encode(DATA).decode(),
+        "data:image/png;base64," + base64.b64encode(DATA).decode().replace("+", "%2B").replace("=", "%3D"),
+    ],
+)
+async def test_data_urls(url: str):
+    assert await ImageSource().fetch(url) == DATA
+
+
+@pytest.mark.parametrize(
+    "url", ["data:image/png,abc", "data:", "data:image/png;base64,a", "data:x;base64,ab!d", "data:;base64,é"]
+)
+async def test_data_urls_that_are_none(url: str):
+    assert "data: URL" in await refused(ImageSource(), url)
+
+
+def test_a_data_url_that_is_too_long_is_not_decoded():
+    with pytest.raises(BadRequest, match="20 MB"):
+        from_data_url("data:;base64," + "A" * (MAX_BYTES * 4 // 3 + 8))
+
+
+# ---- by default nothing is opened
+
+
+@pytest.mark.parametrize("url", ["http://example.com/a.png", "https://example.com/a.png", "HTTPS://1.2.3.4/"])
+async def test_the_web_is_off_and_the_message_says_what_turns_it_on(url: str):
+    assert "--allow-remote-images" in await refused(ImageSource(), url)
+
+
+@pytest.mark.parametrize(
+    "url", ["file:///etc/passwd", "/etc/passwd", "a.png", "../a.png", "C:\\a.png", "FILE:/etc/passwd"]
+)
+async def test_files_are_off_and_the_message_says_what_turns_them_on(url: str):
+    assert "--allow-local-images" in await refused(ImageSource(), url)
+
+
+@pytest.mark.parametrize("url", ["ftp://example.com/a.png", "gopher://x/", "javascript://x", "s3://bucket/a.png"])
+async def test_other_schemes(url: str):
+    assert "data:, http(s): or file:" in await refused(ImageSource(allow_remote=True), url)
+
+
+# ---- the web
+
+INSIDE = [
+    "127.0.0.1", "127.9.9.9", "0.0.0.0", "10.0.0.1", "172.16.5.5", "192.168.1.1", "169.254.169.254", "100.64.0.1",
+    "224.0.0.1", "255.255.255.255", "240.0.0.1", "192.0.0.8", "198.18.0.1", "::1", "::", "fe80::1", "fe80::1%eth0",
+    "fc00::1", "fd12::1", "ff02::1", "::ffff:127.0.0.1", "::ffff:10.0.0.1", "2002:7f00:1::", "2002:a00:1::",
+    "64:ff9b::7f00:1", "64:ff9b::a00:1", "2001:db8::1",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("address", INSIDE)
+def test_addresses_that_are_not_of_the_open_internet(address: str):
+    assert not is_public(address)
+
+
+@pytest.mark.parametrize(
+    "address", ["8.8.8.8", "93.184.216.34", "2606:4700::1111", "::ffff:8.8.8.8", "64:ff9b::808:808"]
+)
+def test_addresses_that_are(address: str):
+    assert is_public(address)
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["127.0.0.1", "localhost", "2130706433", "0x7f.1", "0x7f000001", "[::1]", "[::ffff:127.0.0.1]", "0.0.0.0", "127.1"],
+)
+@pytest.mark.parametrize("scheme", ["http", "https"])
+async def test_this_machine_under_all_its_names(host: str, scheme: str):
+    assert "open internet" in await refused(ImageSource(allow_remote=True), f"{scheme}://{host}:1/a.png")
+
+
+@pytest.mark.parametrize("found", [["10.1.2.3"], ["8.8.8.8", "127.0.0.1"], ["fd00::1"], []])
+async def test_a_name_with_any_address_inside_is_refused(found: list[str]):
+    async def resolve(host: str, port: int) -> Sequence[str]:
+        return found
+
+    assert "open internet" in await refused(ImageSource(True, resolve=resolve), "http://pictures.example/a.png")
+
+
+class Web(BaseHTTPRequestHandler):
+    """/a: data; /to/X: a redirect to X; /large: without end; /zip: compressed; others 404."""
+
+    def do_GET(self) -> None:
+        self.server.hosts.append(self.headers["Host"])  # type: ignore[attr-defined]
+        if self.path.startswith("/to/"):
+            self._head(302, Location=self.path[4:])
+        elif self.path == "/a":
+            self._head(200)
+            self.wfile.write(DATA)
+        elif self.path == "/zip":
+            self._head(200, **{"Content-Encoding": "gzip"})
+        elif self.path == "/large":
+            self._head(200)
+            try:
+                while True:
+                    self.wfile.write(bytes(1 << 20))
+            except OSError:
+                self.server.gave_up = True  # type: ignore[attr-defined]
+        else:
+            self._head(404)
+
+    def _head(self, status: int, **headers: str) -> None:
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@contextmanager
+def web() -> Iterator[tuple[ThreadingHTTPServer, ImageSource, str]]:
+    """A server on loopback, and a source to which "pictures.example" is public though it lies there."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Web)
+    server.hosts = []  # type: ignore[attr-defined]
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+    thread.start()
+
+    async def resolve(host: str, port: int) -> Sequence[str]:
+        return ["127.0.0.1"] if host == "pictures.example" else ["10.0.0.1"]
+
+    allowed = ImageSource(True, resolve=resolve, is_public=lambda address: address == "127.0.0.1")
+    try:
+        yield server, allowed, f"http://pictures.example:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+async def test_an_image_from_the_web():
+    with web() as (server, source, base):
+        assert await source.fetch(f"{base}/a") == DATA
+        assert await source.fetch(f"{base}/to/{base}/to//a") == DATA
+        assert server.hosts[0] == f"pictures.example:{server.server_port}"  # type: ignore[attr-defined]
+
+
+async def test_what_goes_wrong_on_the_web_is_a_bad_request():
+    with web() as (_, source, base):
+        assert "status 404" in await refused(source, f"{base}/none?secret=1")
+        assert "secret" not in await refused(source, f"{base}/none?secret=1")
+        assert "20 MB" in await refused(source, f"{base}/large")
+        assert "compresses" in await refused(source, f"{base}/zip")
+        assert "user name" in await refused(source, base.replace("http://", "http://me:pw@") + "/a")
+        assert "redirects" in await refused(source, base + f"/to/{base}" * 6 + "/a")
+    assert "could not be fetched" in await refused(source, f"{base}/a")  # the server is gone
+
+
+@pytest.mark.parametrize(
+    "target", ["http://inside.example/a", "http://10.0.0.1/a", "file:///etc/passwd", "ftp://x/a", "data:;base64,AAAA"]
+)
+async def test_a_redirect_leads_nowhere_else(target: str):
+    with web() as (_, source, base):
+        said = await refused(source, f"{base}/to/{target}")
+    assert "open internet" in said or "is not followed" in said or "could not be fetched (InvalidURL)" in said
+
+
+async def test_a_name_is_resolved_once_and_the_checked_address_is_used(monkeypatch: pytest.MonkeyPatch):
+    with web() as (_, source, base):
+
+        def again(*args: object, **options: object) -> object:
+            raise AssertionError("resolved a second time")
+
+        monkeypatch.setattr(socket, "getaddrinfo", again)
+        assert await source.fetch(f"{base}/a") == DATA
+
+
+async def test_a_proxy_in_the_environment_has_no_part(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
+    with web() as (_, source, base):
+        assert await source.fetch(f"{base}/a") == DATA
+
+
+# ---- a folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    allowed = tmp_path / "allowed"
+    (allowed / "more").mkdir(parents=True)
+    (allowed / "a.png").write_bytes(DATA)
+    (allowed / "more" / "b c.png").write_bytes(DATA)
+    (tmp_path / "secret").write_bytes(b"secret")
+    (allowed / "out").symlink_to(tmp_path / "secret")
+    (allowed / "up").symlink_to(tmp_path)
+    (allowed / "in").symlink_to(allowed / "a.png")
+    os.mkfifo(allowed / "pipe")
+    (tmp_path / "allowed2").mkdir()
+    (tmp_path / "allowed2" / "a.png").write_bytes(b"other")
+    return allowed
+
+
+async def test_files_below_the_folder(folder: Path):
+    source = ImageSource(local_folder=folder)
+    urls = [f"file://{folder}/a.png", f"file://localhost{folder}/a.png", f"file://{folder}/more/b%20c.png"]
+    for name in ["a.png", str(folder / "a.png"), *urls, "more/b c.png", "more/../a.png", "in"]:
+        assert await source.fetch(name) == DATA
+
+
+OUTSIDE = [
+    "../secret", "more/../../secret", "out", "up/secret", "pipe", ".", "", "more", "none.png", "a.png\0",
+    "../allowed2/a.png", "/etc/passwd", "file:///etc/passwd", "file:///proc/self/environ", "%2e%2e/secret",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+async def test_files_elsewhere_and_what_is_no_file(folder: Path, name: str):
+    said = await refused(ImageSource(local_folder=folder), name)
+    assert "no such image" in said and "secret" not in said
+
+
+async def test_an_escaped_way_out_of_the_folder(folder: Path):
+    source = ImageSource(local_folder=folder)
+    assert "no such image" in await refused(source, f"file://{folder}/%2e%2e/secret")
+    assert "must not name a host" in await refused(source, "file://server/share/a.png")
+
+
+async def test_a_file_that_is_too_large(folder: Path):
+    with (folder / "large.png").open("wb") as file:
+        file.truncate(MAX_BYTES + 1)
+    assert "20 MB" in await refused(ImageSource(local_folder=folder), "large.png")
