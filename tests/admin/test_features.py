@@ -3,6 +3,7 @@
 import functools
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -38,9 +39,17 @@ class Pictures:
         return None
 
 
+def with_pictures(pictures: Pictures, *args: Any, **options: Any) -> Request:
+    """A request whose prompt has these, whatever the route found in it."""
+    return Request(*args, **options | {"vision": pictures})
+
+
 @pytest.fixture
 async def bench(tiny_model_dir, tmp_path, cached, monkeypatch) -> AsyncIterator[Bench]:
-    monkeypatch.setattr(pool, "TieredCacheManager", functools.partial(TieredCacheManager, vision=True))
+    def with_features(*args: Any, **options: Any) -> TieredCacheManager:
+        return TieredCacheManager(*args, **options | {"vision": True})  # whatever the pool says of this text model
+
+    monkeypatch.setattr(pool, "TieredCacheManager", with_features)
     async with serving(tmp_path, tiny_model_dir, **cached) as bench:
         yield bench
 
@@ -112,7 +121,7 @@ async def test_a_probe_says_of_every_picture_where_its_features_are(bench, monke
     assert "images" not in await bench.post(tokens=tokens)
     put(bench, 1, 3)
     stack(bench)[0].evict_from_ram(1)  # of number 1
-    monkeypatch.setattr(routes, "Request", functools.partial(Request, vision=Pictures(len(tokens))))
+    monkeypatch.setattr(routes, "Request", functools.partial(with_pictures, Pictures(len(tokens))))
     before = await bench.get()
     found = await bench.post(tokens=tokens)
     assert found["images"] == [
@@ -129,13 +138,13 @@ async def test_a_probe_of_pictures_looks_for_the_prompt_as_the_cache_sees_it(ben
     tokens = list(range(40))
     await bench.complete(tokens)
     assert (await bench.post(tokens=tokens))["cached_tokens"] > 30  # the text is stored
-    monkeypatch.setattr(routes, "Request", functools.partial(Request, vision=Pictures(len(tokens))))
+    monkeypatch.setattr(routes, "Request", functools.partial(with_pictures, Pictures(len(tokens))))
     assert (await bench.post(tokens=tokens))["cached_tokens"] == 0  # but not these pictures
 
 
 async def test_a_model_without_a_cache_has_no_features(tiny_model_dir, tmp_path, monkeypatch):
     async with serving(tmp_path, tiny_model_dir, hot_cache_max_size=0) as bench:
-        monkeypatch.setattr(routes, "Request", functools.partial(Request, vision=Pictures(40)))
+        monkeypatch.setattr(routes, "Request", functools.partial(with_pictures, Pictures(40)))
         found = await bench.post(tokens=list(range(40)))
         assert [image["features"] for image in found["images"]] == [None] * 3
 

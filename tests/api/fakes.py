@@ -30,6 +30,7 @@ class FakeEngine:
     context_note: str = ""
     longest_token: int = 64
     most_requests: int = 80
+    vision: None = None
     prefill_s: float = 0.0
     token_s: float = 0.0
     cached_tokens: int = 0
