@@ -105,6 +105,9 @@ class PromptVision(Protocol):
     def release(self) -> None:
         """The features are not needed for now; `prepare` may be called again."""
 
+    def feature_key(self, digest: bytes) -> str:
+        """Names the features of a picture where they are stored."""
+
     def again(self) -> "PromptVision":
         """The same pictures for another request: this one belongs to the request that has it."""
 

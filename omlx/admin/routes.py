@@ -48,7 +48,7 @@ class AdminPool(EnginePool, Protocol):
         self, name: str, tokens: Sequence[int], salt: str = "", images: Sequence[ImageStart] = ()
     ) -> "PrefixProbe | None": ...
 
-    async def feature_tiers(self, name: str, digests: Sequence[bytes]) -> list[Literal["ram", "ssd"] | None]: ...
+    async def feature_tiers(self, name: str, keys: Sequence[str]) -> list[Literal["ram", "ssd"] | None]: ...
 
     async def clear_cache(self, name: str | None = None, older_than_s: float | None = None) -> "Cleared": ...
 
@@ -106,8 +106,7 @@ def router(pool: AdminPool, settings: Settings, read_json: ReadJson, source: Sou
             engine = await pool.get(asked.model)
             place = await asyncio.to_thread(where_it_differs, engine, asked.prompt, prompt.prompt, found.first_miss)
             shown["first_miss"] |= place
-        tiers = await pool.feature_tiers(asked.model, [image.digest for image in prompt.images])
-        return JSONResponse(shown | _pictures(prompt.images, tiers))
+        return JSONResponse(shown | await _pictures(pool, asked.model, prompt))
 
     async def clear(http: HttpRequest) -> Response:
         body = await read_json(http)
@@ -187,11 +186,13 @@ def _asked(body: dict[str, Any]) -> ChatRequest:
     return replace(openai.parse_completion(parts | {"prompt": fields.tokens})[0], prompt_field="tokens")
 
 
-def _pictures(images: Sequence[ImageStart], tiers: Sequence[str | None]) -> dict[str, Any]:
-    """Where each picture's features are, for a prompt that has pictures."""
-    found = zip(images, tiers, strict=True)
-    shown = [{"token": image.position, "hash": image.digest.hex(), "features": tier} for image, tier in found]
-    return {"images": shown} if shown else {}
+async def _pictures(pool: AdminPool, model: str, prompt: Request) -> dict[str, Any]:
+    """Where the features of each picture of the prompt are; nothing for a prompt without pictures."""
+    if prompt.vision is None:
+        return {}
+    tiers = await pool.feature_tiers(model, [prompt.vision.feature_key(image.digest) for image in prompt.images])
+    found = zip(prompt.images, tiers, strict=True)
+    return {"images": [{"token": i.position, "hash": i.digest.hex(), "features": tier} for i, tier in found]}
 
 
 def _shown(probe: "PrefixProbe | None") -> dict[str, Any]:

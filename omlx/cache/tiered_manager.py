@@ -145,10 +145,10 @@ class TieredCacheManager:
         cache = self.vision_features
         return {} if cache is None else {"features": figures([cache], self.feature_model)._asdict()}
 
-    def feature_tiers(self, digests: Collection[bytes]) -> list[Literal["ram", "ssd"] | None]:
-        """Where the features of pictures with these digests are now, None for those that are not kept."""
+    def feature_tiers(self, keys: Collection[str]) -> list[Literal["ram", "ssd"] | None]:
+        """Where the features with these keys of pictures are now, None for those that are not kept."""
         cache = self.vision_features
-        return [cache.tier_of(digest.hex(), self.feature_model) if cache else None for digest in digests]
+        return [cache.tier_of(key, self.feature_model) if cache else None for key in keys]
 
     def flush(self, timeout_s: float | None = None) -> bool:
         """Waits until all blocks and features have their files. False if that took too long or failed."""

@@ -280,14 +280,14 @@ class EnginePool:
         tiers = self._loaded[name].tiers
         return None if tiers is None else await asyncio.to_thread(tiers.prefix_cache.probe, tokens, salt, images)
 
-    async def feature_tiers(self, name: str, digests: Sequence[bytes]) -> list[Literal["ram", "ssd"] | None]:
-        """Where the features of pictures with these digests are now, None for those that are not kept; changes nothing.
+    async def feature_tiers(self, name: str, keys: Sequence[str]) -> list[Literal["ram", "ssd"] | None]:
+        """Where the features with these keys of pictures are now, None for those that are not kept; changes nothing.
 
         Loads the model if it is not yet. Raises NotFound, ModelError.
         """
         await self.get(name)
         tiers = self._loaded[name].tiers
-        return [None] * len(digests) if tiers is None else await asyncio.to_thread(tiers.feature_tiers, digests)
+        return [None] * len(keys) if tiers is None else await asyncio.to_thread(tiers.feature_tiers, keys)
 
     async def clear_cache(self, name: str | None = None, older_than_s: float | None = None) -> Cleared:
         """Deletes the stored blocks and image features of one model or of all, loaded or not.

@@ -71,7 +71,7 @@ def has(tiers: TieredCacheManager, n: int) -> bool:
 
 
 def tiers_of(tiers: TieredCacheManager, upto: int) -> list[str | None]:
-    return tiers.feature_tiers([digest(n) for n in range(upto)])
+    return tiers.feature_tiers([digest(n).hex() for n in range(upto)])
 
 
 def on_disk(root: Path) -> list[str]:
