@@ -26,8 +26,9 @@ from omlx import __version__
 from omlx.admin import routes as admin
 from omlx.api import embeddings, openai, sse, tokens
 from omlx.api.answering import answer_events, collect
-from omlx.api.chat import EnginePool, Parse, ServedModel, make_generation
+from omlx.api.chat import EnginePool, Parse, ServedModel
 from omlx.api.events import INTERNAL_FAULT, Fault, fault_of
+from omlx.api.generation import make_generation
 from omlx.api.image_source import ImageSource
 from omlx.api.pictures import Source, with_pictures
 from omlx.errors import BadRequest, NotFound, OmlxError

@@ -68,8 +68,9 @@ TOOL_TEMPLATE = (
 
 def with_tools(*, thinks: bool = False) -> TokenizerWrapper:
     """A model whose template knows tools (calls in JSON) and, if it `thinks`, has marks for that in its vocabulary."""
+    template = TOOL_TEMPLATE if thinks else TOOL_TEMPLATE.replace("<think>", "[").replace("</think>", "]")
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=_bytes(), eos_token="<eos>", chat_template=TOOL_TEMPLATE, clean_up_tokenization_spaces=False
+        tokenizer_object=_bytes(), eos_token="<eos>", chat_template=template, clean_up_tokenization_spaces=False
     )
     if thinks:
         tokenizer.add_tokens(["<think>", "</think>"], special_tokens=True)

@@ -7,7 +7,7 @@ import secrets
 import string
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from omlx.api.events import ToolCall
@@ -71,6 +71,14 @@ class AnswerFormat:
     def plain(self) -> bool:
         """Nothing but text."""
         return not self.edges
+
+    def with_calls(self, calls: CallSyntax) -> "AnswerFormat":
+        """The same with another way to write calls, which has an end mark."""
+        edges: dict[State, tuple[Edge, ...]] = {
+            source: tuple(Edge(calls.start, "call") if edge.to == "call" else edge for edge in targets)
+            for source, targets in self.edges.items()
+        }
+        return replace(self, edges=edges | {"call": (Edge(calls.end, "content"),)}, calls=calls)
 
 
 PLAIN = AnswerFormat()

@@ -5,8 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, Protocol
 
-from omlx.api.answer_format import PLAIN, AnswerFormat, answer_format, call_syntax, has_tool_template
-from omlx.api.answering import Generation
+from omlx.api.answer_format import has_tool_template
 from omlx.api.embeddings import EmbedderPool
 from omlx.api.events import Dialect
 from omlx.api.tool_prompt import spelled_out, without_billing_line
@@ -14,7 +13,7 @@ from omlx.engine.detokenize import TextEngine
 from omlx.errors import BadRequest
 from omlx.model import chat_template
 from omlx.model.images import Picture
-from omlx.request import PromptVision, Request, RequestStats, SamplingParams
+from omlx.request import PromptVision, Request, SamplingParams
 
 
 class ServedModel(Protocol):
@@ -171,83 +170,6 @@ class ChatRequest:
 
 
 Parse = Callable[[dict[str, Any]], tuple[ChatRequest, Dialect]]
-
-
-_NEVER = -100.0
-
-# Enough to see whether a template opened the model's thinking at a prompt's end.
-_END_TOKENS = 16
-
-
-async def make_generation(engine: Engine, asked: ChatRequest, request_id: str) -> Generation:
-    """All requests that the answer takes. Raises BadRequest, which names the field."""
-    prompts = [asked.prompt, *asked.more_prompts]
-    _check_number(engine, asked, len(prompts) * asked.n)
-    asked = replace(asked, sampling=_without_calls(engine, asked))
-    firsts = [
-        await make_request(engine, replace(asked, prompt=prompt), _choice_id(request_id, index * asked.n))
-        for index, prompt in enumerate(prompts)
-    ]
-    requests = [_choice(first, request_id, at, k) for at, first in enumerate(firsts) for k in range(asked.n)]
-    return Generation(
-        tuple(requests),
-        answer_form(engine, asked, firsts[0].prompt),
-        asked.n,
-        asked.continues_prompt,
-        tuple(_text_of(engine, prompt) for prompt in prompts) if asked.echo else (),
-    )
-
-
-def _check_number(engine: Engine, asked: ChatRequest, choices: int) -> None:
-    if choices > engine.most_requests:
-        field = "n" if asked.n > 1 else asked.prompt_field
-        raise BadRequest(
-            f"{field}: {choices} answers were asked for; at most {engine.most_requests} requests may run or wait here",
-            param=field,
-        )
-
-
-def _without_calls(engine: Engine, asked: ChatRequest) -> SamplingParams:
-    """With `tool_choice` none the mark that begins a call is held down, where it is a token of its own.
-
-    The tools stay in the prompt: it is the same as with them, and so is what is cached of it.
-    """
-    if asked.tool_choice.mode != "none" or not isinstance(asked.prompt, ChatPrompt) or not asked.prompt.tools:
-        return asked.sampling
-    begin = engine.tokenizer.encode(call_syntax(engine.tokenizer).start, add_special_tokens=False)
-    if len(begin) != 1:
-        return asked.sampling
-    bias = dict(asked.sampling.logit_bias) | {begin[0]: _NEVER}
-    return replace(asked.sampling, logit_bias=tuple(sorted(bias.items())))
-
-
-def _choice_id(request_id: str, index: int) -> str:
-    return f"{request_id}-{index}" if index else request_id
-
-
-def _choice(first: Request, request_id: str, prompt: int, k: int) -> Request:
-    """The k-th choice of a prompt: the same request with other random draws."""
-    if k == 0:
-        return first
-    seed = first.sampling.seed
-    sampling = replace(first.sampling, seed=None if seed is None else seed + k)
-    name = _choice_id(request_id, prompt + k)
-    vision = None if first.vision is None else first.vision.again()
-    return replace(first, request_id=name, sampling=sampling, stats=RequestStats(), vision=vision)
-
-
-def answer_form(engine: Engine, asked: ChatRequest, prompt: list[int]) -> AnswerFormat:
-    """How the answer to a prompt (its tokens) is marked. A text that is continued has no marks."""
-    if not isinstance(asked.prompt, ChatPrompt):
-        return PLAIN
-    tools = () if asked.tool_choice.mode == "none" else asked.prompt.tools
-    end = engine.tokenizer.decode(prompt[-_END_TOKENS:])
-    return answer_format(engine.tokenizer, end, tools, one_call=not asked.tool_choice.parallel)
-
-
-def _text_of(engine: Engine, prompt: ChatPrompt | str | list[int]) -> str:
-    assert not isinstance(prompt, ChatPrompt)
-    return prompt if isinstance(prompt, str) else str(engine.tokenizer.decode(prompt))
 
 
 async def make_request(engine: Engine, asked: ChatRequest, request_id: str) -> Request:

@@ -26,7 +26,7 @@ def where_it_differs(engine: Engine, prompt: ChatPrompt, tokens: Sequence[int], 
 
     Renders the conversation a few times.
     """
-    if miss.differs_at is None:
+    if miss.differs_at is None or prompt.images:  # rendered alone, a text has no places for pictures
         return {}
     index = message_at(engine, prompt, tokens, miss.differs_at)
     if index == len(prompt.messages):

@@ -210,6 +210,7 @@ def test_a_list_of_prompts_is_answered_in_its_order(app, engine):
         assert [choice["text"] for choice in body["choices"]] == ["abu", "abv", "cw", "cx", "defy", "defz"]
         assert [choice["index"] for choice in body["choices"]] == list(range(6))
         assert body["usage"]["prompt_tokens"] == 6
+        assert len({request.request_id for request in engine.seen}) == 6
         engine.seen.clear()
         stream = complete(app, prompt=given, n=2, echo=True, stream=True, stream_options={"include_usage": True})
         same_as_whole(read_completion(stream.text, include_usage=True, choices=6), body)

@@ -1,0 +1,165 @@
+"""What an answer has to look like, as a grammar that is enforced while it is sampled.
+
+Grammars are Lark in llguidance's dialect: `%json` stands for JSON of a schema, `<[7]>` for the token 7. They are text
+here; the engine compiles them.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from omlx.api.answer_format import GENERIC_CALLS, AnswerFormat, CallSyntax
+from omlx.api.chat import ChatPrompt, ChatRequest, OutputFormat, ToolChoice
+from omlx.request import GrammarSpec
+
+# More than this many calls in a row are a model that goes round in circles.
+MOST_CALLS = 8
+
+# As templates write JSON, so that a call is the same text when it comes back in a prompt.
+_SPACING = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
+# What may name more arguments than `properties`.
+_OPEN = frozenset({"additionalProperties", "patternProperties", "$ref", "anyOf", "oneOf", "allOf"})
+_SPACE = r"SPACE: /[ \n]{0,4}/"
+_TEXT = r"TEXT: /(.|\n)*/"
+
+
+def constrained(asked: ChatRequest, form: AnswerFormat, tokenizer: Any) -> tuple[GrammarSpec | None, AnswerFormat]:
+    """The grammar that an answer is held to, None if it is free; and the format that it then has.
+
+    A model whose calls are not JSON is held to the generic form where it has to call.
+    """
+    if not isinstance(asked.prompt, ChatPrompt):
+        return None, form
+    choice, output = asked.tool_choice, asked.output_format
+    must_call = choice.mode in ("required", "named")
+    may_call = form.calls is not None and (must_call or output is not None or choice.strict)
+    if not may_call:
+        return _of_output(output, form, tokenizer), form
+    if form.calls is None or not form.calls.plain_json:
+        if not (must_call or output is not None):
+            return None, form  # strict, but calls of this form cannot be held to a schema
+        form = form.with_calls(GENERIC_CALLS)
+    calls = form.calls or GENERIC_CALLS
+    grammar = _Grammar(tokenizer, form)
+    call = grammar.calls(calls, form.tools, choice)
+    if must_call:
+        grammar.start(call)
+    elif output is not None:
+        grammar.start(f"({grammar.output(output)} | {call})")
+    else:
+        grammar.start(grammar.text_and(calls, choice))
+    return GrammarSpec("lark", grammar.text()), replace(form, enforced=True)
+
+
+def _of_output(output: OutputFormat | None, form: AnswerFormat, tokenizer: Any) -> GrammarSpec | None:
+    """The grammar of an answer that is nothing but JSON, perhaps behind reasoning."""
+    if output is None:
+        return None
+    if "reasoning" in form.edges:
+        grammar = _Grammar(tokenizer, form)
+        grammar.start(grammar.output(output))
+        return GrammarSpec("lark", grammar.text())
+    if output.kind == "json_object":
+        return GrammarSpec("json_object")
+    return GrammarSpec("json_schema", _json(output.schema))
+
+
+class _Grammar:
+    """Collects the rules of one grammar."""
+
+    def __init__(self, tokenizer: Any, form: AnswerFormat) -> None:
+        self._tokenizer = tokenizer
+        self._form = form
+        self._rules = [_SPACE, _TEXT]
+        self._start = ""
+
+    def text(self) -> str:
+        return "\n".join([self._start, *self._rules]) + "\n"
+
+    def start(self, answer: str) -> None:
+        """`answer` is all there is, but for reasoning before it."""
+        self._start = f"start: {self._reasoning()}{answer}"
+
+    def output(self, output: OutputFormat) -> str:
+        schema = {"type": "object"} if output.kind == "json_object" else output.schema
+        self._rules.append(f"output: %json {_json(schema)}")
+        return "output"
+
+    def calls(self, syntax: CallSyntax, tools: Sequence[dict[str, Any]], choice: ToolChoice) -> str:
+        """One call of those that may be called, or several."""
+        self._add_bodies(tools, choice)
+        self._rules.append(f"call: {self._marker(syntax.start)} body {self._marker(syntax.end)}")
+        if choice.mode == "named" or not choice.parallel:
+            return "call"
+        return f"call (SPACE call){{0,{MOST_CALLS - 1}}}"
+
+    def text_and(self, syntax: CallSyntax, choice: ToolChoice) -> str:
+        """Text, in which calls may stand."""
+        self._rules.append(f"inside: body {self._marker(syntax.end)}")
+        begin = self._through(syntax.start, "begin")
+        return f"({begin} inside)? TEXT" if not choice.parallel else f"({begin} inside)* TEXT"
+
+    def _add_bodies(self, tools: Sequence[dict[str, Any]], choice: ToolChoice) -> None:
+        """Each tool has a rule of its own, so that its schema stays a document, whose references hold."""
+        functions = [tool["function"] for tool in tools]
+        if choice.mode == "named":
+            functions = [function for function in functions if function["name"] == choice.name]
+        for index, function in enumerate(functions):
+            head = f'\n{{"name": {_json(function["name"])}, "arguments": '
+            self._rules.append(f"body_{index}: {_json(head)} arguments_{index} {_json('}' + chr(10))}")
+            self._rules.append(f"arguments_{index}: %json {_json(_arguments(function['parameters']))}")
+        self._rules.append(f"body: {' | '.join(f'body_{index}' for index in range(len(functions)))}")
+
+    # ---- reasoning and marks
+
+    def _reasoning(self) -> str:
+        ends = [edge.marker for edge in self._form.edges.get("reasoning", ()) if edge.to == "content"]
+        if not ends:
+            return ""
+        rest = f"{self._through(ends[0], 'thought')} SPACE "
+        if self._form.start == "reasoning":
+            return rest
+        begins = [edge.marker for edge in self._form.edges.get("content", ()) if edge.to == "reasoning"]
+        return f"({self._marker(begins[0])} {rest})? " if begins else ""
+
+    def _through(self, marker: str, name: str) -> str:
+        """Any text up to and with a marker."""
+        parts = self._parts(marker)
+        if isinstance(parts[0], int):  # a token of its own ends the text by itself
+            return f"TEXT {self._marker(marker)}"
+        self._rules.append(f"{name}[lazy]: /(.|\\n)*{_pattern(marker)}/")
+        return name
+
+    def _marker(self, marker: str) -> str:
+        return " ".join(f"<[{part}]>" if isinstance(part, int) else _json(part) for part in self._parts(marker))
+
+    def _parts(self, marker: str) -> list[int | str]:
+        """A marker as its special tokens and the text between them."""
+        added = set(self._tokenizer.get_added_vocab().values())
+        parts: list[int | str] = []
+        tokens = self._tokenizer.encode(marker, add_special_tokens=False)
+        if not added.intersection(tokens):
+            return [marker]
+        for token in tokens:
+            if token in added:
+                parts.append(token)
+            else:
+                parts.append(self._tokenizer.decode([token]))
+        return parts
+
+
+def _arguments(schema: dict[str, Any]) -> dict[str, Any]:
+    """A tool's schema for one object, without arguments that it does not name unless it says so."""
+    closed = {} if _OPEN & schema.keys() else {"additionalProperties": False}
+    return {"type": "object", **schema, **closed, **_SPACING}
+
+
+def _pattern(text: str) -> str:
+    """A regular expression for this text, between slashes."""
+    return re.escape(text).replace("/", r"\/").replace("\n", r"\n")
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=True)
