@@ -3,14 +3,15 @@
 import time
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, Self
 
 FinishReason = Literal["stop", "length", "abort"]
 
 
 @dataclass(frozen=True, slots=True)
 class GrammarSpec:
-    """What an answer has to look like: any JSON object, JSON of a schema (its JSON in `text`), or a Lark grammar."""
+    """What an answer has to look like: any JSON object, JSON of a schema, or a Lark grammar. See omlx.model.grammar,
+    which makes and reads them."""
 
     kind: Literal["json_object", "json_schema", "lark"]
     text: str = ""
@@ -112,12 +113,29 @@ class PromptVision(Protocol):
         """The same pictures for another request: this one belongs to the request that has it."""
 
 
+class GrammarMatcher(Protocol):
+    """Where an answer stands in its grammar. Answers are followed in copies of the state at their beginning."""
+
+    def deep_copy(self) -> Self: ...
+
+    def consume_token(self, sampled_token: int) -> bool: ...
+
+    def compute_bitmask(self) -> bytes: ...
+
+    def is_stopped(self) -> bool: ...
+
+    def is_error(self) -> bool: ...
+
+    def get_error(self) -> str: ...
+
+
 @dataclass(slots=True)
 class Request:
     """One answer to produce. `prompt` holds token ids (at least one).
 
     `use_cache` False neither reads nor writes the cache. `cache_salt` separates tenants: equal
     prompts under different salts share nothing. `vision`: the prompt's pictures, None if it has none.
+    `grammar`: `sampling.grammar`, compiled; the engine does it if nobody did.
     """
 
     request_id: str
@@ -128,6 +146,7 @@ class Request:
     state: RequestState = RequestState.WAITING
     stats: RequestStats = field(default_factory=RequestStats)
     vision: PromptVision | None = None
+    grammar: GrammarMatcher | None = None
 
     def cache_tokens(self, tokens: list[int]) -> list[int]:
         """`tokens`, the beginning of prompt and answer, as the cache sees them."""

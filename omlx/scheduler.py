@@ -35,6 +35,7 @@ from omlx.cache.prefix_cache import BlockAwarePrefixCache
 from omlx.errors import EngineError, OmlxError
 from omlx.metrics import ChunkTime, SchedulerStats
 from omlx.model.decode_batch import DecodeBatch, DecodeFailure, DecodeOutput, DecodeRow
+from omlx.model.grammar import Constraint
 from omlx.model.runner import ModelRunner
 from omlx.model.sampling import LogitsProcessor, Sampler, first_token, make_processors, make_sampler, pick_logprobs
 from omlx.request import FinishReason, Request, RequestState, TokenOutput
@@ -100,6 +101,7 @@ class _Row:
     caches: list[Any] = field(default_factory=list)
     position: int = 0
     exact_upto: int = 0
+    constraint: Constraint | None = None
 
     @property
     def id(self) -> str:
@@ -322,13 +324,17 @@ class Scheduler:
 
     def _new_row(self, request: Request) -> _Row:
         sampling, seed = request.sampling, request.sampling.seed
-        return _Row(
+        row = _Row(
             request,
             next(self._admissions),
             secrets.randbits(63) if seed is None else seed,
             make_processors(sampling, len(request.prompt)),
             request.prompt,
         )
+        if request.grammar is not None:
+            row.constraint = Constraint(request.grammar, len(request.prompt))
+            row.processors.append(row.constraint)
+        return row
 
     def _restore(self, row: _Row) -> None:
         restored = None
@@ -506,6 +512,8 @@ class Scheduler:
 
     def _hand_out(self, row: _Row, token: int, logprobs: Any, reason: FinishReason | None) -> None:
         request = row.request
+        if row.constraint is not None and row.constraint.error and reason is None:
+            raise EngineError(f"the answer could not be held to its form: {row.constraint.error}")
         row.answer.append(token)
         request.stats.first_token = request.stats.first_token or time.monotonic()
         request.stats.generated_tokens += 1

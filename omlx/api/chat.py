@@ -13,7 +13,7 @@ from omlx.engine.detokenize import TextEngine
 from omlx.errors import BadRequest
 from omlx.model import chat_template
 from omlx.model.images import Picture
-from omlx.request import PromptVision, Request, SamplingParams
+from omlx.request import GrammarMatcher, GrammarSpec, PromptVision, Request, SamplingParams
 
 
 class ServedModel(Protocol):
@@ -55,6 +55,8 @@ class Engine(TextEngine, Protocol):
 
     @property
     def vision(self) -> "VisionPrompts | None": ...
+
+    async def compile(self, spec: GrammarSpec) -> GrammarMatcher: ...
 
 
 class VisionPrompts(Protocol):

@@ -7,7 +7,7 @@ from omlx.api.answering import Generation
 from omlx.api.chat import ChatPrompt, ChatRequest, Engine, make_request
 from omlx.api.constraints import constrained
 from omlx.errors import BadRequest
-from omlx.request import Request, RequestStats, SamplingParams
+from omlx.request import GrammarMatcher, GrammarSpec, Request, RequestStats, SamplingParams
 
 _NEVER = -100.0
 
@@ -26,8 +26,9 @@ async def make_generation(engine: Engine, asked: ChatRequest, request_id: str) -
     ]
     form = answer_form(engine, asked, firsts[0].prompt)
     grammar, form = constrained(asked, form, engine.tokenizer)
+    compiled = await _compiled(engine, asked, grammar)
     requests = [
-        _choice(replace(first, sampling=replace(first.sampling, grammar=grammar)), request_id, at * asked.n, k)
+        _choice(_held(first, grammar, compiled), request_id, at * asked.n, k)
         for at, first in enumerate(firsts)
         for k in range(asked.n)
     ]
@@ -61,6 +62,21 @@ def _without_calls(engine: Engine, asked: ChatRequest) -> SamplingParams:
         return asked.sampling
     bias = dict(asked.sampling.logit_bias) | {begin[0]: _NEVER}
     return replace(asked.sampling, logit_bias=tuple(sorted(bias.items())))
+
+
+async def _compiled(engine: Engine, asked: ChatRequest, grammar: GrammarSpec | None) -> GrammarMatcher | None:
+    if grammar is None:
+        return None
+    try:
+        return await engine.compile(grammar)
+    except BadRequest as error:
+        field = "response_format" if asked.output_format is not None else "tools"
+        raise BadRequest(f"{field}: it cannot be enforced: {error}", param=field) from error
+
+
+def _held(request: Request, grammar: GrammarSpec | None, compiled: GrammarMatcher | None) -> Request:
+    """The request with the grammar that its answer is held to."""
+    return replace(request, sampling=replace(request.sampling, grammar=grammar), grammar=compiled)
 
 
 def _choice_id(request_id: str, index: int) -> str:

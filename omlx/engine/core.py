@@ -18,8 +18,9 @@ from typing import Any, Protocol, TypeVar
 import mlx.core as mx
 
 from omlx.errors import BadRequest, EngineError, Overloaded
+from omlx.model.grammar import Grammars
 from omlx.model.loader import LoadedModel
-from omlx.request import Request, TokenOutput
+from omlx.request import GrammarMatcher, GrammarSpec, Request, TokenOutput
 from omlx.scheduler import Failure, Scheduler
 from omlx.sizes import format_size
 
@@ -162,8 +163,13 @@ class Engine:
         self.longest_token = max(map(len, loaded.tokenizer.get_vocab()), default=1)
         self.most_requests = scheduler.config.max_concurrent_requests + scheduler.config.max_waiting_requests
         self.scheduler = scheduler
+        self._grammars = Grammars(loaded.tokenizer, loaded.vocab_size, loaded.eos_token_ids)
         self._thread = thread
         self._streams = streams
+
+    async def compile(self, spec: GrammarSpec) -> GrammarMatcher:
+        """A request's grammar. Raises BadRequest for one that cannot be enforced. Not on the MLX thread."""
+        return await self._grammars.compile(spec)
 
     @property
     def figures(self) -> dict[str, float]:
@@ -178,6 +184,9 @@ class Engine:
         engine failed on it.
         """
         self._check(request)
+        if request.sampling.grammar is not None and request.grammar is None:
+            request.grammar = await self.compile(request.sampling.grammar)
+            self._check(request)  # others came meanwhile
         stream = self._streams.open(request.request_id)
         self._thread.post(lambda: self.scheduler.add(request))
         ended = False

@@ -1,6 +1,7 @@
 """From a request's SamplingParams to what picks its tokens. Filters and penalties are mlx-lm's."""
 
 import hashlib
+import math
 from collections.abc import Callable
 
 import mlx.core as mx
@@ -92,11 +93,14 @@ def first_token(
 
 
 def pick_logprobs(row: mx.array, token: int, best: int) -> tuple[float, tuple[tuple[int, float], ...]]:
-    """The log-probability of `token` and the `best` most likely (id, log-probability), best first."""
+    """The log-probability of `token` and the `best` most likely (id, log-probability), best first.
+
+    Tokens that a grammar rules out are not among them.
+    """
     if not best:
         return float(row[token].item()), ()
     best = min(best, row.size)
     ids = mx.argpartition(-row, kth=best - 1)[:best]
     values = row[ids]
     pairs = sorted(zip(ids.tolist(), values.tolist(), strict=True), key=lambda pair: (-pair[1], pair[0]))
-    return float(row[token].item()), tuple(pairs)
+    return float(row[token].item()), tuple(pair for pair in pairs if pair[1] > -math.inf)

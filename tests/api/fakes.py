@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from omlx.errors import BadRequest, EngineError, NotFound, OmlxError
-from omlx.request import Request, RequestState, TokenOutput
+from omlx.model.grammar import Grammars
+from omlx.request import GrammarMatcher, GrammarSpec, Request, RequestState, TokenOutput
 from tests.small_tokenizers import byte_level
 
 REPLY = "Grüße, 世界 😀 done"
@@ -46,6 +47,9 @@ class FakeEngine:
         self.tokenizer = byte_level()
         self.vocab_size = len(self.tokenizer)
         self.stopping = False
+
+    async def compile(self, spec: GrammarSpec) -> GrammarMatcher:
+        return await Grammars(self.tokenizer, self.vocab_size, self.tokenizer.eos_token_ids).compile(spec)
 
     async def generate(self, request: Request) -> AsyncIterator[TokenOutput]:
         self._admit(request)

@@ -1,0 +1,181 @@
+"""Answers of a given form: a grammar says which tokens may come next. Grammars and masks are llguidance's.
+
+A grammar is compiled in a thread of its own, before its request is queued, and kept for the next request with the
+same one. Each request has a state of it, which follows the tokens of its answer on the MLX thread.
+"""
+
+import asyncio
+import copy
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from numpy.typing import NDArray
+
+from omlx.errors import BadRequest
+from omlx.request import GrammarMatcher, GrammarSpec
+
+LARGEST_TEXT = 256 * 1024
+"""Characters of a grammar. What llguidance makes of it is limited by its own counters, which bound the time too."""
+
+_KEPT = 64
+_MESSAGE_LENGTH = 300
+# One blank or one line break with its indentation, where JSON has white space: models go astray in endless blanks.
+_WHITE_SPACE = r"( |\r?\n[ \t]{0,40})"
+# At most 20 ms for a step of the MLX thread, of the requests in a batch each.
+_LIMITS = LLParserLimits(max_grammar_size=200_000, step_lexer_fuel=200_000, step_max_items=50_000, verbose_errors=False)
+
+
+def json_rule(schema: dict[str, Any], *, strict: bool) -> str:
+    """JSON that fits `schema`, as an expression of a Lark grammar.
+
+    What of a schema cannot be held to makes the grammar invalid if `strict`, and is passed over otherwise.
+    """
+    options = {"whitespace_pattern": _WHITE_SPACE, "lenient": not strict}
+    return "%json " + json.dumps(schema | {"x-guidance": options})
+
+
+def json_object() -> GrammarSpec:
+    """Any JSON object."""
+    return GrammarSpec("json_object")
+
+
+def json_schema(schema: dict[str, Any], *, strict: bool) -> GrammarSpec:
+    """JSON that fits a schema; see `json_rule` for `strict`."""
+    return GrammarSpec("json_schema", json.dumps({"strict": strict, "schema": schema}))
+
+
+def lark(text: str) -> GrammarSpec:
+    """A grammar in llguidance's Lark, whose rule `start` is the whole answer."""
+    return GrammarSpec("lark", text)
+
+
+def _written(spec: GrammarSpec) -> str:
+    """The grammar as Lark."""
+    if spec.kind == "lark":
+        return spec.text
+    if spec.kind == "json_object":
+        return "start: " + json_rule({"type": "object"}, strict=True)
+    given = json.loads(spec.text)
+    return "start: " + json_rule(given["schema"], strict=given["strict"])
+
+
+class Grammars:
+    """The grammars of one model's answers, compiled as they are asked for. Used from the event loop.
+
+    `vocab_size` is the width of the model's logits; an answer ends with one of `eos_token_ids`. `tokenizer` is a
+    TokenizerWrapper over a fast tokenizer; with any other one every grammar is refused.
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: Collection[int]) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._eos_token_ids = sorted(eos_token_ids)
+        self._vocabulary: LLTokenizer | None = None
+        self._kept: OrderedDict[GrammarSpec, LLMatcher] = OrderedDict()
+        self._lock = threading.Lock()
+        # One thread: of many large grammars at a time each would only take longer.
+        self._thread = ThreadPoolExecutor(1, "omlx-grammar")
+        self.compiled = 0
+
+    async def compile(self, spec: GrammarSpec) -> GrammarMatcher:
+        """The state at an answer's beginning, to be copied for each answer. Raises BadRequest with the reason."""
+        found = self._find(spec)
+        if found is None:
+            found = await asyncio.get_running_loop().run_in_executor(self._thread, self._compile, spec)
+        return found
+
+    def _find(self, spec: GrammarSpec) -> LLMatcher | None:
+        with self._lock:
+            found = self._kept.get(spec)
+            if found is not None:
+                self._kept.move_to_end(spec)
+        return found
+
+    def _compile(self, spec: GrammarSpec) -> LLMatcher:
+        found = self._find(spec)
+        if found is not None:
+            return found
+        if len(spec.text) > LARGEST_TEXT:
+            raise BadRequest(f"the schema has {len(spec.text)} characters; at most {LARGEST_TEXT} are possible")
+        try:
+            matcher = LLMatcher(self._known_tokens(), _written(spec), log_level=0, limits=_LIMITS)
+        except BadRequest:
+            raise
+        # A fault inside llguidance is no Exception, and fails this one request like an invalid grammar.
+        except BaseException as error:
+            raise BadRequest(_one_line(f"{type(error).__name__}: {error}")) from error
+        if matcher.is_error():
+            raise BadRequest(_one_line(matcher.get_error()))
+        self._keep(spec, matcher)
+        return matcher
+
+    def _keep(self, spec: GrammarSpec, matcher: LLMatcher) -> None:
+        with self._lock:
+            self.compiled += 1
+            self._kept[spec] = matcher
+            while len(self._kept) > _KEPT:
+                self._kept.popitem(last=False)
+
+    def _known_tokens(self) -> LLTokenizer:
+        """Made for the first grammar: it takes as long as loading a tokenizer."""
+        if self._vocabulary is None:
+            if not self._eos_token_ids:
+                raise BadRequest("this model has no token for the end of its answer, so none can be held to a form")
+            backend = getattr(self._tokenizer, "backend_tokenizer", None)
+            if backend is None:
+                raise BadRequest("this model's tokenizer has no fast form, so its answers cannot be held to one")
+            backend = copy.copy(backend)  # the model's own one may be at work
+            backend.no_padding()
+            backend.no_truncation()
+            size = max(self._vocab_size, backend.get_vocab_size(with_added_tokens=True))
+            self._vocabulary = LLTokenizer(backend.to_str(), n_vocab=size, eos_token=self._eos_token_ids)
+        return self._vocabulary
+
+
+def _one_line(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= _MESSAGE_LENGTH else line[: _MESSAGE_LENGTH - 3] + "..."
+
+
+class Constraint:
+    """Holds one answer to its grammar: a logits processor, to be the last one. For the MLX thread.
+
+    Tokens that may not come next get probability 0, so log-probabilities are those among the tokens that may. A
+    complete answer can only end. `error` is what made it impossible to go on, "" while all is well; what is
+    sampled after it has no form.
+    """
+
+    def __init__(self, grammar: GrammarMatcher, prompt_tokens: int) -> None:
+        self._matcher = grammar.deep_copy()
+        self._seen = prompt_tokens
+        self.error = ""
+
+    def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
+        """`tokens`: prompt and answer so far, (n,); `logits` (1, vocab)."""
+        mx.async_eval(logits)  # the model computes while the mask is made
+        self._advance(tokens[self._seen :].tolist())
+        mask = self._mask(logits.shape[-1])
+        return logits if mask is None else mx.where(mx.array(mask), logits, -mx.inf)
+
+    def _advance(self, fresh: list[int]) -> None:
+        self._seen += len(fresh)
+        for token in fresh:
+            if not self._matcher.is_stopped():  # behind the end a batch still samples a token that nobody gets
+                self._matcher.consume_token(token)
+
+    def _mask(self, width: int) -> NDArray[np.bool_] | None:
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        mask = np.zeros(width, bool)
+        known = np.unpackbits(bits, bitorder="little", count=min(width, bits.size * 8))
+        mask[: known.size] = known
+        if self._matcher.is_error() or not mask.any():
+            self.error = _one_line(self._matcher.get_error()) or "no token is possible"
+            return None
+        return mask

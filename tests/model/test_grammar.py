@@ -1,0 +1,314 @@
+"""Answers of a given form: grammars compiled, held to in batches, over pauses and restored prefixes."""
+
+import asyncio
+import json
+import string
+import threading
+from typing import Any
+
+import hypothesis.strategies as st
+import jsonschema
+import mlx.core as mx
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from omlx.errors import BadRequest, EngineError
+from omlx.model import grammar
+from omlx.model.grammar import Constraint, Grammars
+from omlx.model.loader import load
+from omlx.model.runner import TextRunner
+from omlx.request import GrammarSpec, Request, RequestState
+from tests.dict_store import DictStore
+from tests.tiny import Bench
+
+POINT = {
+    "type": "object",
+    "properties": {"x": {"type": "integer", "minimum": -99, "maximum": 99}, "name": {"enum": ["left", "right"]}},
+    "required": ["x", "name"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def loaded(tiny_model_dir):
+    return load(tiny_model_dir)
+
+
+@pytest.fixture(scope="module")
+def runner(loaded):
+    return TextRunner(loaded)
+
+
+@pytest.fixture
+def grammars(loaded) -> Grammars:
+    return Grammars(loaded.tokenizer, loaded.vocab_size, loaded.eos_token_ids)
+
+
+class Asking(Bench):
+    """A bench whose requests have grammars."""
+
+    def __init__(self, runner: Any, grammars: Grammars, **config: Any) -> None:
+        super().__init__(runner, DictStore(), **config)
+        self.grammars = grammars
+
+    def begin(self, prompt: str, spec: GrammarSpec | None, **sampling: Any) -> Request:
+        sampling = {"max_tokens": 3000, "temperature": 1.0, "top_logprobs": None} | sampling
+        request = self.add(list(prompt.encode()), grammar=spec, **sampling)
+        if spec is not None:
+            request.grammar = asyncio.run(self.grammars.compile(spec))
+        return request
+
+    def text(self, request: Request) -> str:
+        assert not self.failures
+        return bytes(t for t in self.tokens(request) if t < 256).decode()
+
+    def reason(self, request: Request) -> str | None:
+        return self.outputs[request.request_id][-1].finish_reason
+
+
+@pytest.fixture
+def bench(runner, grammars) -> Asking:
+    return Asking(runner, grammars)
+
+
+# ---- schemas
+
+
+def _objects(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
+    names = st.text(string.ascii_letters + ' "\\é', min_size=1, max_size=6)
+    return st.dictionaries(names, inner, min_size=1, max_size=3).map(
+        lambda properties: {
+            "type": "object",
+            "properties": properties,
+            "required": sorted(properties)[::2],
+            "additionalProperties": False,
+        }
+    )
+
+
+LEAVES = st.one_of(
+    st.sampled_from([{"type": "boolean"}, {"type": "null"}, {"type": "string", "maxLength": 12}]),
+    st.tuples(st.integers(-500, 0), st.integers(1, 500)).map(
+        lambda ends: {"type": "integer", "minimum": ends[0], "maximum": ends[1]}
+    ),
+    st.just({"type": "number", "minimum": -2.5, "exclusiveMaximum": 7}),
+    st.lists(st.one_of(st.text(max_size=6), st.integers(), st.none()), min_size=1, max_size=3).map(
+        lambda values: {"enum": values}
+    ),
+    st.just({"type": "string", "pattern": "^[a-c]{2,5}$"}),
+)
+SCHEMAS = st.recursive(
+    LEAVES,
+    lambda inner: st.one_of(
+        _objects(inner),
+        inner.map(lambda items: {"type": "array", "items": items, "minItems": 1, "maxItems": 3}),
+        st.tuples(inner, inner).map(lambda pair: {"anyOf": list(pair)}),
+    ),
+    max_leaves=5,
+)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(schema=SCHEMAS, seed=st.integers(0, 1 << 30))
+def test_what_is_sampled_under_a_schema_is_valid(runner, grammars, schema, seed):
+    bench = Asking(runner, grammars)
+    request = bench.begin("An answer: ", grammar.json_schema(schema, strict=True), seed=seed)
+    bench.run()
+    if bench.reason(request) == "stop":
+        jsonschema.validate(json.loads(bench.text(request)), schema)
+    else:  # digits of a number without end
+        assert "number" in json.dumps(schema)
+
+
+def test_any_object(bench):
+    request = bench.begin("{", grammar.json_object(), seed=3, temperature=0.7)
+    bench.run()
+    assert bench.reason(request) == "length" or isinstance(json.loads(bench.text(request)), dict)
+    assert bench.text(request).startswith("{")
+
+
+def test_strings_take_any_character(bench):
+    spec = grammar.json_schema({"const": 'a "quoted" \\ täxt 😀\n'}, strict=True)
+    request = bench.begin("x", spec)
+    bench.run()
+    assert json.loads(bench.text(request)) == 'a "quoted" \\ täxt 😀\n'
+
+
+def test_an_answer_that_is_complete_ends_and_one_that_is_cut_says_so(bench):
+    whole = bench.begin("p", grammar.json_schema(POINT, strict=True), seed=1)
+    cut = bench.begin("p", grammar.json_schema(POINT, strict=True), seed=1, max_tokens=5)
+    bench.run()
+    assert bench.reason(whole) == "stop" and bench.reason(cut) == "length"
+    assert bench.text(whole).startswith(bench.text(cut))
+
+
+# ---- beside others
+
+
+def test_rows_of_a_batch_do_not_touch_each_other(runner, grammars):
+    def texts(*asked: tuple[str, GrammarSpec | None]) -> list[str]:
+        bench = Asking(runner, grammars)
+        requests = [bench.begin(p, spec, seed=5, max_tokens=600 if spec else 60) for p, spec in asked]
+        bench.run()
+        return [bench.text(request) for request in requests]
+
+    asked: list[tuple[str, GrammarSpec | None]] = [
+        ("one prompt", grammar.json_schema(POINT, strict=True)),
+        ("another prompt", None),
+        ("a third one", grammar.json_schema({"enum": ["alpha", "beta", "gamma"]}, strict=True)),
+    ]
+    together = texts(*asked)
+    assert together == [texts(one)[0] for one in asked]
+    assert set(json.loads(together[0])) == {"x", "name"} and len(together[1]) == 60
+    assert json.loads(together[2]) in ("alpha", "beta", "gamma")
+
+
+def test_a_seed_gives_the_same_answer_again_also_from_a_stored_prefix(bench):
+    prompt = "a prompt that is longer than a block of sixteen tokens, by far"
+    spec = grammar.json_schema({"type": "array", "items": POINT, "minItems": 3, "maxItems": 3}, strict=True)
+    texts, cached = [], []
+    for _ in range(2):
+        request = bench.begin(prompt, spec, seed=11)
+        bench.run()
+        texts.append(bench.text(request))
+        cached.append(request.stats.cached_tokens)
+    assert texts[0] == texts[1] and len(json.loads(texts[0])) == 3
+    assert cached[0] == 0 and cached[1] > 0
+
+
+@pytest.mark.parametrize("steps", [1, 2, 9, 30])
+def test_a_pause_keeps_the_place(runner, grammars, steps):
+    spec = grammar.json_schema({"type": "array", "items": POINT, "minItems": 4, "maxItems": 4}, strict=True)
+    plain = Asking(runner, grammars)
+    expected = plain.begin("some prompt", spec, seed=2)
+    plain.run()
+    bench = Asking(runner, grammars)
+    older, request = bench.begin("the older one", None, max_tokens=80), bench.begin("some prompt", spec, seed=2)
+    while request.stats.generated_tokens < steps:
+        bench.scheduler.step()
+    assert bench.scheduler.pause_newest() and request.state is RequestState.PAUSED
+    bench.run()
+    assert bench.text(request) == plain.text(expected)
+    assert len(json.loads(bench.text(request))) == 4 and bench.reason(older) == "length"
+
+
+def test_it_goes_with_bias_penalties_and_filters(bench):
+    options = {"logit_bias": ((ord("["), 50.0),), "repetition_penalty": 1.3, "presence_penalty": 1.0}
+    request = bench.begin("p", grammar.json_schema(POINT, strict=True), top_p=0.8, top_k=20, min_p=0.01, **options)
+    bench.run()
+    jsonschema.validate(json.loads(bench.text(request)), POINT)
+
+
+def test_logprobs_are_those_of_the_tokens_that_may_come(bench):
+    spec = grammar.json_schema({"enum": ["ab", "ac"]}, strict=True)
+    request = bench.begin("p", spec, top_logprobs=5)
+    bench.run()
+    best = [dict(output.top_logprobs) for output in bench.outputs[request.request_id]]
+    assert [len(row) for row in best] == [1, 1, 2, 1, 1]  # "a, then b or c, ", the end
+    assert sum(2.718281828**value for value in best[2].values()) == pytest.approx(1, abs=1e-4)
+
+
+# ---- compiling
+
+
+async def test_a_grammar_is_compiled_once_and_in_a_thread_of_its_own(grammars, monkeypatch):
+    threads = []
+    real = grammar.LLMatcher
+
+    def watched(*args: Any, **options: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return real(*args, **options)
+
+    monkeypatch.setattr(grammar, "LLMatcher", watched)
+    specs = [grammar.json_schema(POINT, strict=True) for _ in range(4)]
+    found = await asyncio.gather(*(grammars.compile(spec) for spec in specs))
+    assert len(threads) == grammars.compiled == 1 and threads[0].startswith("omlx-grammar")
+    assert all(one is found[0] for one in found)
+    await grammars.compile(grammar.json_object())
+    assert len(threads) == 2
+
+
+async def test_the_kept_grammars_are_bounded(grammars, monkeypatch):
+    monkeypatch.setattr(grammar, "_KEPT", 2)
+    specs = [grammar.json_schema({"const": number}, strict=True) for number in range(3)]
+    for spec in (specs[0], specs[1], specs[0], specs[2], specs[0]):
+        await grammars.compile(spec)
+    assert grammars.compiled == 3
+    await grammars.compile(specs[1])
+    assert grammars.compiled == 4
+
+
+@pytest.mark.parametrize(
+    ("schema", "named"),
+    [
+        ({"type": "colour"}, "colour"),
+        ({"not": {"type": "string"}}, "not"),
+        ({"$ref": "#/$defs/missing"}, "missing"),
+        ({"type": "string", "pattern": "(?=a)b"}, "look-around"),
+        ({"const": "x" * grammar.LARGEST_TEXT}, "characters"),
+    ],
+)
+async def test_what_cannot_be_enforced_is_refused_by_name(grammars, schema, named):
+    with pytest.raises(BadRequest, match=named):
+        await grammars.compile(grammar.json_schema(schema, strict=True))
+
+
+async def test_a_schema_that_is_no_promise_is_held_to_as_far_as_possible(grammars):
+    schema = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+    with pytest.raises(BadRequest, match="uniqueItems"):
+        await grammars.compile(grammar.json_schema(schema, strict=True))
+    await grammars.compile(grammar.json_schema(schema, strict=False))
+
+
+def _nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(depth):
+        schema = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+    return schema
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    "schema",
+    [
+        _nested(200),
+        {"type": "string", "pattern": "(.*a){40}.*(b|c)+.*[^x]{300}"},
+        {"type": "array", "items": {"type": "string", "pattern": "(a{1,999}){1,999}"}, "minItems": 10**7},
+        {"enum": ["x" * 60 + str(number) for number in range(3500)]},
+        {"allOf": [{"anyOf": [{"properties": {f"{i}{j}": True}} for j in range(5)]} for i in range(20)]},
+    ],
+    ids=["deep", "regex", "long", "enum", "product"],
+)
+def test_a_hostile_schema_is_refused_or_bounded(bench, schema):
+    """Either way nobody waits long: llguidance's counters bound each step, and the request fails alone."""
+    other = bench.begin("another", None, max_tokens=20)
+    try:
+        bench.begin("p", grammar.json_schema(schema, strict=True), max_tokens=20)
+    except BadRequest:
+        bench.scheduler.abort("r2")
+    bench.run()
+    assert set(bench.failures) <= {"r2"} and all(isinstance(e, EngineError) for e in bench.failures.values())
+    assert bench.reason(other) == "length"
+
+
+# ---- the mask
+
+
+async def test_logits_wider_than_the_vocabulary_are_ruled_out(loaded):
+    grammars = Grammars(loaded.tokenizer, 300, loaded.eos_token_ids)
+    constraint = Constraint(await grammars.compile(grammar.json_object()), 2)
+    row = constraint(mx.array([5, 6]), mx.zeros((1, 300)))
+    assert [token for token, value in enumerate(row[0].tolist()) if value == 0] == [ord("{")]
+
+
+async def test_a_token_that_may_not_come_fails_the_request_alone(loaded, grammars):
+    constraint = Constraint(await grammars.compile(grammar.json_object()), 1)
+    constraint(mx.array([5, ord("}")]), mx.zeros((1, loaded.vocab_size)))
+    assert constraint.error
+
+
+async def test_a_tokenizer_without_a_fast_form_or_an_end_is_refused(loaded):
+    with pytest.raises(BadRequest, match="fast"):
+        await Grammars(object(), 300, {1}).compile(grammar.json_object())
+    with pytest.raises(BadRequest, match="end of its answer"):
+        await Grammars(loaded.tokenizer, 300, ()).compile(grammar.json_object())
