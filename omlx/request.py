@@ -10,8 +10,10 @@ FinishReason = Literal["stop", "length", "abort"]
 
 @dataclass(frozen=True, slots=True)
 class GrammarSpec:
-    """What an answer has to look like: any JSON object, JSON of a schema, or a Lark grammar. See omlx.model.grammar,
-    which makes and reads them."""
+    """What an answer has to look like: any JSON object, JSON of a schema, or a Lark grammar (the latter two in `text`).
+
+    See omlx.model.grammar.
+    """
 
     kind: Literal["json_object", "json_schema", "lark"]
     text: str = ""

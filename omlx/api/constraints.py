@@ -12,13 +12,15 @@ from typing import Any
 
 from omlx.api.answer_format import GENERIC_CALLS, AnswerFormat, CallSyntax
 from omlx.api.chat import ChatPrompt, ChatRequest, OutputFormat, ToolChoice
+from omlx.errors import BadRequest
+from omlx.model import grammar as grammars
 from omlx.request import GrammarSpec
 
 # More than this many calls in a row are a model that goes round in circles.
 MOST_CALLS = 8
 
 # As templates write JSON, so that a call is the same text when it comes back in a prompt.
-_SPACING = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
+_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 # What may name more arguments than `properties`.
 _OPEN = frozenset({"additionalProperties", "patternProperties", "$ref", "anyOf", "oneOf", "allOf"})
 _SPACE = r"SPACE: /[ \n]{0,4}/"
@@ -62,8 +64,17 @@ def _of_output(output: OutputFormat | None, form: AnswerFormat, tokenizer: Any) 
         grammar.start(grammar.output(output))
         return GrammarSpec("lark", grammar.text())
     if output.kind == "json_object":
-        return GrammarSpec("json_object")
-    return GrammarSpec("json_schema", _json(output.schema))
+        return grammars.json_object()
+    return grammars.json_schema(_schema(output), strict=output.strict)
+
+
+def _schema(output: OutputFormat) -> dict[str, Any]:
+    """As an object: true stands for any JSON. Raises BadRequest for false, which nothing fits."""
+    if output.kind == "json_object":
+        return {"type": "object"}
+    if output.schema is False:
+        raise BadRequest("response_format: nothing fits the schema false", param="response_format")
+    return output.schema if isinstance(output.schema, dict) else {}
 
 
 class _Grammar:
@@ -83,8 +94,7 @@ class _Grammar:
         self._start = f"start: {self._reasoning()}{answer}"
 
     def output(self, output: OutputFormat) -> str:
-        schema = {"type": "object"} if output.kind == "json_object" else output.schema
-        self._rules.append(f"output: %json {_json(schema)}")
+        self._rules.append(f"output: {grammars.json_rule(_schema(output), strict=output.strict)}")
         return "output"
 
     def calls(self, syntax: CallSyntax, tools: Sequence[dict[str, Any]], choice: ToolChoice) -> str:
@@ -109,7 +119,8 @@ class _Grammar:
         for index, function in enumerate(functions):
             head = f'\n{{"name": {_json(function["name"])}, "arguments": '
             self._rules.append(f"body_{index}: {_json(head)} arguments_{index} {_json('}' + chr(10))}")
-            self._rules.append(f"arguments_{index}: %json {_json(_arguments(function['parameters']))}")
+            schema = _arguments(function["parameters"], strict=choice.strict)
+            self._rules.append(f"arguments_{index}: %json {_json(schema)}")
         self._rules.append(f"body: {' | '.join(f'body_{index}' for index in range(len(functions)))}")
 
     # ---- reasoning and marks
@@ -150,10 +161,13 @@ class _Grammar:
         return parts
 
 
-def _arguments(schema: dict[str, Any]) -> dict[str, Any]:
-    """A tool's schema for one object, without arguments that it does not name unless it says so."""
+def _arguments(schema: dict[str, Any], *, strict: bool) -> dict[str, Any]:
+    """A tool's schema for one object, without arguments that it does not name unless it says so.
+
+    What of a schema cannot be enforced is refused if it is `strict`, and passed over otherwise.
+    """
     closed = {} if _OPEN & schema.keys() else {"additionalProperties": False}
-    return {"type": "object", **schema, **closed, **_SPACING}
+    return {"type": "object", **schema, **closed, "x-guidance": _SPACING | {"lenient": not strict}}
 
 
 def _pattern(text: str) -> str:

@@ -37,8 +37,7 @@ def json_rule(schema: dict[str, Any], *, strict: bool) -> str:
 
     What of a schema cannot be held to makes the grammar invalid if `strict`, and is passed over otherwise.
     """
-    options = {"whitespace_pattern": _WHITE_SPACE, "lenient": not strict}
-    return "%json " + json.dumps(schema | {"x-guidance": options})
+    return "%json " + _with_options(schema, strict=strict)
 
 
 def json_object() -> GrammarSpec:
@@ -48,12 +47,12 @@ def json_object() -> GrammarSpec:
 
 def json_schema(schema: dict[str, Any], *, strict: bool) -> GrammarSpec:
     """JSON that fits a schema; see `json_rule` for `strict`."""
-    return GrammarSpec("json_schema", json.dumps({"strict": strict, "schema": schema}))
+    return GrammarSpec("json_schema", _with_options(schema, strict=strict))
 
 
-def lark(text: str) -> GrammarSpec:
-    """A grammar in llguidance's Lark, whose rule `start` is the whole answer."""
-    return GrammarSpec("lark", text)
+def _with_options(schema: dict[str, Any], *, strict: bool) -> str:
+    """The client's own options, if it knows of llguidance's, do not count."""
+    return json.dumps(schema | {"x-guidance": {"whitespace_pattern": _WHITE_SPACE, "lenient": not strict}})
 
 
 def _written(spec: GrammarSpec) -> str:
@@ -62,8 +61,7 @@ def _written(spec: GrammarSpec) -> str:
         return spec.text
     if spec.kind == "json_object":
         return "start: " + json_rule({"type": "object"}, strict=True)
-    given = json.loads(spec.text)
-    return "start: " + json_rule(given["schema"], strict=given["strict"])
+    return "start: %json " + spec.text
 
 
 class Grammars:

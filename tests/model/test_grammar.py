@@ -312,3 +312,28 @@ async def test_a_tokenizer_without_a_fast_form_or_an_end_is_refused(loaded):
         await Grammars(object(), 300, {1}).compile(grammar.json_object())
     with pytest.raises(BadRequest, match="end of its answer"):
         await Grammars(loaded.tokenizer, 300, ()).compile(grammar.json_object())
+
+
+@pytest.mark.parametrize(
+    ("text", "fits"),
+    [
+        ('{"x":1,"name":"left"}', True),
+        ('{"x": 1, "name": "left"}', True),
+        ('{\n  "x": 1,\n\t"name": "left"\n}', True),
+        ('{"x":  1, "name": "left"}', False),
+        ('{\n\n"x": 1, "name": "left"}', False),
+        (' {"x": 1, "name": "left"}', False),
+    ],
+)
+async def test_white_space_is_bounded_where_json_has_it_and_absent_around_it(loaded, grammars, text, fits):
+    constraint = Constraint(await grammars.compile(grammar.json_schema(POINT, strict=True)), 0)
+    tokens = list(text.encode())
+    width = loaded.vocab_size
+    possible = [constraint(mx.array(tokens[:n], dtype=mx.int32), mx.zeros((1, width)))[0] for n in range(len(tokens))]
+    assert all(row[token].item() == 0 for row, token in zip(possible, tokens, strict=True)) is fits
+
+
+async def test_what_a_client_knows_of_llguidance_does_not_count(grammars):
+    schema = {"not": {"type": "string"}, "x-guidance": {"lenient": True}}
+    with pytest.raises(BadRequest, match="not"):
+        await grammars.compile(grammar.json_schema(schema, strict=True))
