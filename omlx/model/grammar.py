@@ -138,7 +138,8 @@ class Grammars:
 
 
 def _one_line(text: str) -> str:
-    line = " ".join(text.split())
+    """A message of llguidance's, without the dump of its state."""
+    line = " ".join(text.partition("<state>")[0].split())
     return line if len(line) <= _MESSAGE_LENGTH else line[: _MESSAGE_LENGTH - 3] + "..."
 
 

@@ -11,6 +11,7 @@ import jsonschema
 import mlx.core as mx
 import pytest
 from hypothesis import HealthCheck, given, settings
+from llguidance import LLParserLimits
 
 from omlx.errors import BadRequest, EngineError
 from omlx.model import grammar
@@ -337,3 +338,16 @@ async def test_what_a_client_knows_of_llguidance_does_not_count(grammars):
     schema = {"not": {"type": "string"}, "x-guidance": {"lenient": True}}
     with pytest.raises(BadRequest, match="not"):
         await grammars.compile(grammar.json_schema(schema, strict=True))
+
+
+def test_an_answer_whose_grammar_gives_up_fails_alone(runner, loaded, monkeypatch):
+    monkeypatch.setattr(grammar, "_LIMITS", LLParserLimits(max_lexer_states=60))
+    bench = Asking(runner, Grammars(loaded.tokenizer, loaded.vocab_size, loaded.eos_token_ids))
+    other = bench.begin("another", None, max_tokens=20)
+    schema = {"type": "string", "pattern": "^(.*a){10}[^x]{30}$"}
+    request = bench.begin("p", grammar.json_schema(schema, strict=True))
+    bench.run()
+    assert list(bench.failures) == [request.request_id]
+    assert "held to its form: lexer error: too many states" in str(bench.failures[request.request_id])
+    assert "<state>" not in str(bench.failures[request.request_id])
+    assert bench.reason(other) == "length"
