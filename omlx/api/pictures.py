@@ -2,20 +2,16 @@
 
 import asyncio
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
 from omlx.api.chat import ChatPrompt, ChatRequest, Engine, ImagePart
 from omlx.errors import BadRequest
-from omlx.model.images import Picture, read_picture
+from omlx.model.images import Picture, decoders, read_picture
 
 MAX_IMAGES = 64
-# Of the process: a large picture takes hundreds of megabytes while it is decoded.
-_DECODERS = 2
 _FETCHES = 8  # of one request, at a time
-_decoders = ThreadPoolExecutor(_DECODERS, thread_name_prefix="omlx-decode")
 
 
 class Source(Protocol):
@@ -52,6 +48,6 @@ async def _read(image: ImagePart, source: Source, limit: asyncio.Semaphore) -> P
     try:
         async with limit:
             data = await source.fetch(image.url)
-            return await asyncio.get_running_loop().run_in_executor(_decoders, partial(read_picture, data))
+            return await asyncio.get_running_loop().run_in_executor(decoders, partial(read_picture, data))
     except BadRequest as error:
         raise BadRequest(f"{image.place}: {error}", param=image.place) from None

@@ -9,7 +9,7 @@ no MLX. The encoder runs on the MLX thread, some layers at a time.
 import logging
 import time
 from collections.abc import Collection, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ import mlx.core as mx
 
 from omlx.cache.vision_feature_cache import VisionFeatureSSDCache
 from omlx.engine.core import Engine, MLXThread, Streams
+from omlx.model.images import decoders
 from omlx.model.prompt_images import PromptImages
 from omlx.model.vision_family import Picture, Pixels, Steps, VisionFamily
 from omlx.model.vision_template import Messages, PlacedImage, VisionTemplate
@@ -27,9 +28,6 @@ log = logging.getLogger(__name__)
 
 _PIECE_S = 0.1  # how long the encoder goes on, at least one layer, before others have a turn
 _LEAST_WAIT_S = 0.001  # so that a scheduler with nothing else to do does not ask without end
-# Of the process: a picture that is being resized takes up to a hundred megabytes.
-_PIXEL_THREADS = 2
-_pixel_pool = ThreadPoolExecutor(_PIXEL_THREADS, thread_name_prefix="omlx-pixels")
 
 
 @dataclass(slots=True)
@@ -107,7 +105,7 @@ class VLMEngine(Engine):
             if stored is not None:
                 user.reused += 1
                 return stored
-            pixels = _pixel_pool.submit(_pixels, self._family, image.picture)
+            pixels = decoders.submit(_pixels, self._family, image.picture)
             encoding = self._encodings[key] = _Encoding(key, pixels, {user})
             user.encoded += 1
         elif user not in encoding.users:

@@ -2,26 +2,73 @@
 
 What a picture declares of itself is checked before anything of it is decoded. Its pixels are not kept: a request that
 waits holds the encoded bytes, and they are decoded again when the encoder wants them.
+
+Decoding takes at most 12 bytes for each pixel of the file (16 for WebP, of which fewer are allowed) and MORE_MEMORY.
 """
 
 import hashlib
-import io
+import struct
 import warnings
-from dataclasses import dataclass
+import zlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from io import BytesIO
 
 import numpy as np
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image
 
-from omlx.errors import BadRequest
-from omlx.sizes import format_size
+from omlx.errors import BadRequest, Overloaded
+from omlx.model.image_header import (
+    FORMATS,
+    MAX_BYTES,
+    MAX_SIDE,
+    ImageHeader,
+    check_bytes,
+    check_scans,
+    check_size,
+    read_header,
+)
 
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
-MAX_BYTES = 20 << 20
-MAX_SIDE = 8000  # pixels; 8000 x 8000 take 256 MB while they are decoded
-_STRIP = 256  # rows that are hashed or scaled at a time
+__all__ = ["FORMATS", "MAX_BYTES", "MAX_SIDE", "MORE_MEMORY", "Picture", "decoders", "read_picture"]
 
-# The size is checked here, and by a lower bound.
-warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
+# Bytes on top of what goes by pixels: the file's own, what Pillow takes for the texts of a PNG (64 MB at most), a band,
+# and the last 4 of a WebP pixel's 16.
+MORE_MEMORY = 128 << 20
+
+# Everybody decodes here, so two pictures at a time in the whole process. What is freed stays with the thread that freed
+# it for a while: eight threads, even if one after the other, grew by three times as much as these two.
+decoders = ThreadPoolExecutor(2, thread_name_prefix="omlx-decode")
+
+# Pictures are converted and hashed so many pixels at a time: little memory, and other threads get their turn between.
+_BAND_PIXELS = 1 << 20
+
+_UPRIGHT = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+
+# What Pillow's readers run into with damaged files: they are made for files that are as they should be.
+_DAMAGED = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    EOFError,
+    Image.DecompressionBombError,
+    LookupError,
+    OSError,
+    RuntimeError,
+    SyntaxError,
+    TypeError,
+    ValueError,
+    struct.error,
+    zlib.error,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,94 +79,121 @@ class Picture:
     container, under another name.
     """
 
-    encoded: bytes
+    encoded: bytes = field(repr=False)
     size: tuple[int, int]
     pixel_digest: bytes
 
     def rgb(self) -> Image.Image:
-        """The pixels, mode RGB. Takes about 8 bytes a pixel while it works, 4 of them for what it returns."""
+        """The pixels, mode RGB, 4 bytes each. To be called in one of `decoders`; raises Overloaded without memory."""
         return _decoded(self.encoded)
 
 
 def read_picture(data: bytes) -> Picture:
-    """Checks and decodes a file of one of FORMATS; of an animation the first frame.
+    """Checks and decodes a file of one of FORMATS; of an animation the first frame. To be called in `decoders`.
 
-    Raises BadRequest, which does not say which image it was, for what is too large, damaged or no image.
+    Raises BadRequest, which does not say which image it was, for what is too large, damaged or no image, and
+    Overloaded if there is no memory for it.
     """
-    if len(data) > MAX_BYTES:
-        raise BadRequest(f"{format_size(len(data))} are more than the {format_size(MAX_BYTES)} that an image may have")
+    check_bytes(len(data))
+    header = read_header(data)
+    check_size(header)
+    check_scans(header, data)
     pixels = _decoded(data)
     return Picture(data, pixels.size, _digest(pixels))
 
 
 def _decoded(data: bytes) -> Image.Image:
+    form = read_header(data).format
+    _ignore_warnings()
     try:
-        with Image.open(io.BytesIO(data), formats=FORMATS) as picture:
-            _check_size(picture.size)
+        with Image.open(BytesIO(data), formats=[form]) as picture:
+            # The first frame of a GIF may be larger than its header says.
+            check_size(ImageHeader(form, *picture.size))
             picture.load()
-            return _upright(_as_rgb(picture), picture)
-    except BadRequest:
-        raise
-    except UnidentifiedImageError:
-        raise BadRequest(f"not an image of a known format ({', '.join(FORMATS)})") from None
-    except (Image.DecompressionBombError, Image.DecompressionBombWarning):
-        raise BadRequest(f"it has more pixels than {MAX_SIDE} x {MAX_SIDE}") from None
-    # Pillow answers damaged files with all kinds of errors.
-    except Exception as error:
-        raise BadRequest(f"the image is damaged or truncated ({_reason(error)})") from error
+            pixels = _upright(_as_rgb(picture, form), _orientation(picture))
+    except MemoryError:
+        raise Overloaded("there is no memory to decode the image; try again later") from None
+    except _DAMAGED as error:
+        raise BadRequest(f"the {form} file is damaged or truncated ({_reason(error)})") from None
+    pixels.info.clear()  # what is said there of orientation and transparency is done
+    return pixels
+
+
+def _ignore_warnings() -> None:
+    """Pillow warns of harmless oddities (in EXIF data, for one); whoever sends them must not fill the log.
+
+    Added anew each time, since it is cheap and tests put the list of filters back.
+    """
+    warnings.filterwarnings("ignore", module=r"PIL\.")
 
 
 def _reason(error: Exception) -> str:
     return " ".join(str(error).split())[:100] or type(error).__name__
 
 
-def _check_size(size: tuple[int, int]) -> None:
-    width, height = size
-    if not 0 < width <= MAX_SIDE or not 0 < height <= MAX_SIDE:
-        raise BadRequest(f"{width} x {height} pixels; an image may have 1 to {MAX_SIDE} on each side")
-
-
-def _as_rgb(picture: Image.Image) -> Image.Image:
-    """In 8-bit RGB; what is transparent is put on white."""
-    if picture.mode.startswith("I"):
-        picture = _eight_bits(picture)
-    if picture.mode == "RGB":
-        return picture.copy()  # else it goes with its file
-    if not picture.has_transparency_data:
-        return picture.convert("RGB")
-    seen = picture.convert("RGBA")
-    white = Image.new("RGBA", seen.size, "white")
-    white.alpha_composite(seen)
-    del seen
-    return white.convert("RGB")
-
-
-def _eight_bits(picture: Image.Image) -> Image.Image:
-    """16-bit grey scaled, where Pillow would cut it off at 255."""
-    out = Image.new("L", picture.size)
-    for top in range(0, picture.height, _STRIP):
-        strip = picture.crop((0, top, picture.width, min(top + _STRIP, picture.height)))
-        wide = np.asarray(strip).astype(np.uint32).clip(0, 65535)
-        out.paste(Image.fromarray(((wide * 255 + 32895) >> 16).astype(np.uint8)), (0, top))
-    return out
-
-
-def _upright(pixels: Image.Image, picture: Image.Image) -> Image.Image:
-    """Turned as its EXIF data says. A picture whose EXIF data make no sense stays as it is."""
+def _orientation(picture: Image.Image) -> int:
+    """EXIF's orientation; 1, upright, where there is none that makes sense."""
     try:
-        pixels.getexif()[_ORIENTATION] = picture.getexif().get(_ORIENTATION, 1)
-    except Exception:  # they are read like a file of their own, and may be damaged in as many ways
-        return pixels
-    ImageOps.exif_transpose(pixels, in_place=True)
-    return pixels
+        return int(picture.getexif().get(ExifTags.Base.Orientation, 1))
+    except _DAMAGED:
+        return 1
 
 
-_ORIENTATION = 0x0112
+def _upright(pixels: Image.Image, orientation: int) -> Image.Image:
+    method = _UPRIGHT.get(orientation)
+    return pixels if method is None else pixels.transpose(method)
+
+
+def _as_rgb(picture: Image.Image, form: str) -> Image.Image:
+    """In 8-bit RGB; what is transparent is put on white."""
+    # A WebP image has its decoder with it, of twice its own size: that one is always copied out.
+    if picture.mode == "RGB" and not _is_transparent(picture) and form != "WEBP":
+        return picture
+    whole = Image.new("RGB", picture.size)
+    for box in _bands(picture.size):
+        whole.paste(_band_as_rgb(picture.crop(box)), box)
+    return whole
+
+
+def _band_as_rgb(band: Image.Image) -> Image.Image:
+    if band.mode.startswith("I"):
+        band = _eight_bits(band)
+    if not _is_transparent(band):
+        return band.convert("RGB")
+    seen = band.convert("RGBA")
+    white = Image.new("RGB", band.size, "white")
+    white.paste(seen, mask=seen)
+    return white
+
+
+def _is_transparent(picture: Image.Image) -> bool:
+    """Whether there is an alpha channel, or a colour that stands for transparency."""
+    if picture.mode in ("LA", "PA", "RGBA", "La", "RGBa"):
+        return True
+    clear = picture.info.get("transparency")
+    if clear is None or picture.mode == "P":
+        return clear is not None
+    # Images of 16 bits give a colour of 16 bits, which cannot be looked for any more.
+    return picture.mode in ("1", "L", "RGB") and max(clear if isinstance(clear, tuple) else (clear,)) <= 255
+
+
+def _eight_bits(band: Image.Image) -> Image.Image:
+    """16-bit grey scaled, where Pillow would cut it off at 255."""
+    wide = np.asarray(band).astype(np.uint32).clip(0, 65535)
+    return Image.fromarray(((wide * 255 + 32895) >> 16).astype(np.uint8))
 
 
 def _digest(pixels: Image.Image) -> bytes:
-    """In strips, so that no second copy of the whole is needed."""
+    """In bands, so that no second copy of the whole is needed."""
     found = hashlib.sha256(f"RGB {pixels.width} {pixels.height} ".encode())
-    for top in range(0, pixels.height, _STRIP):
-        found.update(pixels.crop((0, top, pixels.width, min(top + _STRIP, pixels.height))).tobytes())
+    for box in _bands(pixels.size):
+        found.update(pixels.crop(box).tobytes())
     return found.digest()
+
+
+def _bands(size: tuple[int, int]) -> Iterator[tuple[int, int, int, int]]:
+    """Boxes of whole rows, from the top down."""
+    width, height = size
+    rows = max(1, _BAND_PIXELS // width)
+    for top in range(0, height, rows):
+        yield 0, top, width, min(top + rows, height)
