@@ -248,7 +248,7 @@ async def read_json(http: Request) -> dict[str, Any]:
             raise HTTPException(413)
     try:
         # Refuses what is no UTF-8, NaN, half of a surrogate pair, deep nesting and endless digits.
-        parsed = from_json(bytes(body), allow_inf_nan=False)
+        parsed = from_json(body, allow_inf_nan=False)
     except ValueError as error:
         raise BadRequest(f"the body is not valid JSON: {error}") from None
     if not isinstance(parsed, dict):

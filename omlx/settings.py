@@ -272,7 +272,7 @@ class Settings(BaseModel):
             raise ValueError(f"{quoted(value)} must be 8 or 4")
         return value
 
-    @field_validator("home", "adapter_path", "paged_ssd_cache_dir")
+    @field_validator("home", "adapter_path", "paged_ssd_cache_dir", "allow_local_images")
     @classmethod
     def _absolute(cls, value: Path | None) -> Path | None:
         if value is None:

@@ -13,10 +13,12 @@ import ipaddress
 import os
 import re
 import socket
+import ssl
 import stat
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -29,8 +31,21 @@ from omlx.sizes import format_size
 _REDIRECTS = 3
 _FETCH_WITHIN_S = 20.0
 _TIMEOUT = httpx.Timeout(10.0, connect=5.0)
+_ADDRESSES_TRIED = 3
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
-_PROTOCOLS = ipaddress.ip_network("192.0.0.0/24")  # parts of it count as global
+_IPV6_UNICAST = ipaddress.IPv6Network("2000::/3")
+# What counts as global all the same, in some versions of Python.
+_NOT_PUBLIC = tuple(
+    ipaddress.ip_network(text)
+    for text in (
+        "168.63.129.16/32",  # Azure's services for the machine itself
+        "192.0.0.0/24",  # protocol assignments
+        "192.88.99.0/24",  # relays of 6to4
+        "3fff::/20",  # documentation
+    )
+)
+# What else a public host has open is nobody's picture, and this server no means to find out about it.
+_WEB_PORTS = frozenset({80, 443})
 _SHOWN = 80  # characters of a URL in a message
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -55,18 +70,27 @@ def is_public(address: str) -> bool:
 
 
 def _is_global(ip: Address) -> bool:
-    special = ip.is_multicast or ip.is_reserved or ip in _PROTOCOLS
-    return ip.is_global and not special
+    if ip.is_multicast or ip.is_reserved or (ip.version == 6 and ip not in _IPV6_UNICAST):
+        return False
+    return ip.is_global and not any(ip in network for network in _NOT_PUBLIC if network.version == ip.version)
+
+
+@cache
+def _tls() -> ssl.SSLContext:
+    """Made once: it reads a file of certificates, which takes a twentieth of a second."""
+    return httpx.create_ssl_context(trust_env=False)
 
 
 @dataclass(frozen=True, slots=True)
 class ImageSource:
-    """What the operator allows. `resolve` and `is_public` are replaced in tests alone."""
+    """What the operator allows. The fields behind `local_folder` are replaced in tests alone."""
 
     allow_remote: bool = False
     local_folder: Path | None = None
     resolve: Resolve = resolve
     is_public: Callable[[str], bool] = is_public
+    ports: frozenset[int] = _WEB_PORTS
+    tls: Callable[[], ssl.SSLContext] = _tls
 
     async def fetch(self, url: str) -> bytes:
         """The bytes behind a URL. Raises BadRequest, which does not say which image it was."""
@@ -93,15 +117,15 @@ class ImageSource:
             raise BadRequest(f"{_shown(url)} could not be fetched ({type(error).__name__})") from None
 
     async def _follow(self, url: str) -> bytes:
-        async with httpx.AsyncClient(trust_env=False, timeout=_TIMEOUT, follow_redirects=False) as client:
-            for _ in range(_REDIRECTS + 1):
-                answer = await self._get(client, url)
-                if isinstance(answer, bytes):
-                    return answer
-                url = answer
+        tls = await asyncio.to_thread(self.tls)
+        for _ in range(_REDIRECTS + 1):
+            answer = await self._get(tls, url)
+            if isinstance(answer, bytes):
+                return answer
+            url = answer
         raise BadRequest(f"more than {_REDIRECTS} redirects")
 
-    async def _get(self, client: httpx.AsyncClient, url: str) -> bytes | str:
+    async def _get(self, tls: ssl.SSLContext, url: str) -> bytes | str:
         """What a URL gives, or where it redirects to."""
         if not url.lower().startswith(("http://", "https://")):
             raise BadRequest(f"a redirect to {_shown(url)} is not followed")
@@ -110,27 +134,41 @@ class ImageSource:
             raise BadRequest(f"a redirect to {_shown(url)} is not followed")
         if target.userinfo:
             raise BadRequest("a URL with a user name or password is not fetched")
-        address = await self._checked_address(target)
+        failed: httpx.HTTPError | None = None
+        for address in await self._checked_addresses(target):
+            # A client for each: connections are kept by address, and another name may stand for the same one.
+            async with httpx.AsyncClient(trust_env=False, timeout=_TIMEOUT, verify=tls) as client:
+                try:
+                    return await self._answer(client, target, address)
+                except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+                    failed = error
+        assert failed is not None
+        raise failed
+
+    async def _answer(self, client: httpx.AsyncClient, target: httpx.URL, address: str) -> bytes | str:
+        """Asks the address for the URL: the name is in the headers and in TLS."""
         # `identity`: the byte limit would not bound what a compressed answer unpacks to.
         headers = {"Host": target.netloc.decode(), "Accept-Encoding": "identity", "Accept": "image/*"}
         request = client.build_request("GET", target.copy_with(host=address), headers=headers)
-        request.extensions["sni_hostname"] = target.host
-        answer = await client.send(request, stream=True)
+        request.extensions["sni_hostname"] = target.raw_host.decode()
+        answer = await client.send(request, stream=True, follow_redirects=False)
         try:
             if answer.is_redirect:
                 return _joined(target, answer.headers["location"])
             if answer.status_code != 200:
-                raise BadRequest(f"{_shown(url)} answered with status {answer.status_code}")
+                raise BadRequest(f"{_shown(str(target))} answered with status {answer.status_code}")
             return await self._body(answer)
         finally:
             await answer.aclose()
 
-    async def _checked_address(self, target: httpx.URL) -> str:
+    async def _checked_addresses(self, target: httpx.URL) -> Sequence[str]:
         port = target.port or (443 if target.scheme == "https" else 80)
-        addresses = await self.resolve(target.host, port)
+        addresses = await self.resolve(target.raw_host.decode(), port)
         if not addresses or not all(map(self.is_public, addresses)):
             raise BadRequest(f"{target.host[:_SHOWN]} is not an address of the open internet")
-        return addresses[0]
+        if port not in self.ports:
+            raise BadRequest(f"port {port} of {target.host[:_SHOWN]} is not asked for images: 80 and 443 are")
+        return addresses[:_ADDRESSES_TRIED]
 
     async def _body(self, answer: httpx.Response) -> bytes:
         if answer.headers.get("content-encoding", "identity") != "identity":
@@ -199,17 +237,23 @@ def _read_below(root: str, path: str) -> bytes:
             deeper = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=at)
             os.close(at)
             at = deeper
+        # Looked at before, since opening a device may do something already.
+        _check_regular(os.stat(name, dir_fd=at, follow_symlinks=False))
         # Non-blocking, since opening a pipe waits for whoever writes into it.
         file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=at)
     finally:
         os.close(at)
     with os.fdopen(file, "rb") as opened:
-        if not stat.S_ISREG(os.fstat(file).st_mode):
-            raise OSError("not a regular file")
+        _check_regular(os.fstat(file))
         data = opened.read(MAX_BYTES + 1)
     if len(data) > MAX_BYTES:
         raise _too_large()
     return data
+
+
+def _check_regular(found: os.stat_result) -> None:
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError("not a regular file")
 
 
 def _too_large() -> BadRequest:

@@ -163,10 +163,10 @@ def _text(content: str | list[dict[str, Any]] | None, path: str) -> str:
 def _content(message: Message, path: str, images: list[ImagePart]) -> str | list[dict[str, Any]]:
     """A text, or, with images, the parts as templates of vision models take them."""
     content = message.content
-    if not isinstance(content, list) or all(part.get("type") != "image_url" for part in content):
+    if isinstance(content, str) or content is None or message.role != "user":
         return _text(content, path)
-    if message.role != "user":
-        raise BadRequest(f"{path}: images are taken in messages of the user alone", param=path)
+    if all(part.get("type") != "image_url" for part in content):
+        return _text(content, path)
     parts: list[dict[str, Any]] = []
     for index, part in enumerate(content):
         place = f"{path}[{index}]"
@@ -192,7 +192,9 @@ def _image_url(part: dict[str, Any], path: str) -> str:
 
 def _part(part: dict[str, Any], path: str) -> str:
     kind = part.get("type")
-    if kind in ("image_url", "input_audio", "file", "refusal"):
+    if kind == "image_url":
+        raise BadRequest(f"{path}: images are taken in messages of the user alone", param=path)
+    if kind in ("input_audio", "file", "refusal"):
         raise BadRequest(f"{path}: {kind} parts are not supported yet", param=path, code="unsupported_parameter")
     if kind != "text" or not isinstance(part.get("text"), str):
         raise BadRequest(f'{path}: expected {{"type": "text", "text": "..."}}', param=path)

@@ -9,8 +9,10 @@ from typing import Protocol
 from omlx.api.chat import ChatPrompt, ChatRequest, Engine, ImagePart
 from omlx.errors import BadRequest
 from omlx.model.images import Picture, decoders, read_picture
+from omlx.sizes import format_size
 
 MAX_IMAGES = 64
+MAX_TOTAL_BYTES = 64 << 20  # of the images of one request, wherever they come from
 _FETCHES = 8  # of one request, at a time
 
 
@@ -30,24 +32,44 @@ async def with_pictures(engine: Engine, asked: ChatRequest, source: Source) -> C
         raise BadRequest(f"{first}: model {engine.name!r} takes no images", param=first, code="unsupported_parameter")
     if len(prompt.images) > MAX_IMAGES:
         raise BadRequest(f"{len(prompt.images)} images are more than {MAX_IMAGES}", param=asked.prompt_field)
-    return replace(asked, prompt=replace(prompt, pictures=tuple(await _read_all(prompt.images, source))))
+    pictures = tuple(await _read_all(prompt.images, source))
+    # Without the URLs, which may hold megabytes that are not needed while the answer is made.
+    images = tuple(image._replace(url="") for image in prompt.images)
+    return replace(asked, prompt=replace(prompt, images=images, pictures=pictures))
 
 
 async def _read_all(images: Sequence[ImagePart], source: Source) -> list[Picture]:
     """In order; the first that fails fails all, and what else is under way is given up."""
-    limit = asyncio.Semaphore(_FETCHES)
+    reading = _Reading(source)
+    tasks = [asyncio.create_task(reading.read(image)) for image in images]
     try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(_read(image, source, limit)) for image in images]
-    except BaseExceptionGroup as failed:
-        raise failed.exceptions[0] from None
-    return [task.result() for task in tasks]
+        return [await task for task in tasks]
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _read(image: ImagePart, source: Source, limit: asyncio.Semaphore) -> Picture:
-    try:
-        async with limit:
-            data = await source.fetch(image.url)
-            return await asyncio.get_running_loop().run_in_executor(decoders, partial(read_picture, data))
-    except BadRequest as error:
-        raise BadRequest(f"{image.place}: {error}", param=image.place) from None
+class _Reading:
+    """The images of one request on their way, and how many bytes they are so far."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._turns = asyncio.Semaphore(_FETCHES)
+        self._bytes = 0
+
+    async def read(self, image: ImagePart) -> Picture:
+        """Raises BadRequest, which says which image it was."""
+        try:
+            async with self._turns:
+                self._check_bytes()
+                data = await self._source.fetch(image.url)
+                self._bytes += len(data)
+                self._check_bytes()
+                return await asyncio.get_running_loop().run_in_executor(decoders, partial(read_picture, data))
+        except BadRequest as error:
+            raise BadRequest(f"{image.place}: {error}", param=image.place) from None
+
+    def _check_bytes(self) -> None:
+        if self._bytes > MAX_TOTAL_BYTES:
+            raise BadRequest(f"the images of a request may have {format_size(MAX_TOTAL_BYTES)} together")

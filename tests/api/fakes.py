@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from omlx.errors import BadRequest, EngineError, NotFound, OmlxError
 from omlx.model.grammar import Grammars
@@ -31,7 +32,7 @@ class FakeEngine:
     context_note: str = ""
     longest_token: int = 64
     most_requests: int = 80
-    vision: None = None
+    vision: Any = None
     prefill_s: float = 0.0
     token_s: float = 0.0
     cached_tokens: int = 0

@@ -3,9 +3,12 @@
 import base64
 import os
 import socket
+import ssl
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -16,6 +19,27 @@ from omlx.errors import BadRequest
 from omlx.model.images import MAX_BYTES
 
 DATA = bytes(range(256)) * 3
+
+# For `pictures.test`, a name that does not exist, and known to nobody else's programs.
+KEY = """-----BEGIN PRIVATE KEY-----
+MIGHAgEAMBMGByqGSM49AgEGCCqGSM49AwEHBG0wawIBAQQgXJqsJUmsgXyzVtZa
+Hrny9lCPvzIBR4LnsZCOd48vNPqhRANCAARhpj85YC9Dpmktso+2ZBVHKDhtFsrS
+u7DOeYN2lhzhAVkgiK+Je6yv5tPZZB+XZnZ01gz8Pkf9kHMhkNo3xdLr
+-----END PRIVATE KEY-----
+"""
+CERTIFICATE = """-----BEGIN CERTIFICATE-----
+MIIBsTCCAVegAwIBAgIUfir6wR83hAHMR+Qh2OT7DMCId+swCgYIKoZIzj0EAwIw
+GDEWMBQGA1UEAwwNcGljdHVyZXMudGVzdDAgFw0yNjExMzAwNjI1NDRaGA8yMTI2
+MTEwNjA2MjU0NFowGDEWMBQGA1UEAwwNcGljdHVyZXMudGVzdDBZMBMGByqGSM49
+AgEGCCqGSM49AwEHA0IABGGmPzlgL0OmaS2yj7ZkFUcoOG0WytK7sM55g3aWHOEB
+WSCIr4l7rK/m09lkH5dmdnTWDPw+R/2QcyGQ2jfF0uujfTB7MB0GA1UdDgQWBBSK
+AsQKXjxlZOm7vflqHl7/WBsgCTAfBgNVHSMEGDAWgBSKAsQKXjxlZOm7vflqHl7/
+WBsgCTAYBgNVHREEETAPgg1waWN0dXJlcy50ZXN0MA4GA1UdDwEB/wQEAwIChDAP
+BgNVHRMBAf8EBTADAQH/MAoGCCqGSM49BAMCA0gAMEUCIFeF8dV1dp50Dz0/CXDi
+y1ZrrK3WLkRRWOu8U6gwio96AiEAhkwPIfEakQhy1DJD3iwZFH3pz1gcq9pQJ86S
+qQVGy5I=
+-----END CERTIFICATE-----
+"""
 
 
 async def refused(source: ImageSource, url: str) -> str:
@@ -81,7 +105,8 @@ INSIDE = [
     "127.0.0.1", "127.9.9.9", "0.0.0.0", "10.0.0.1", "172.16.5.5", "192.168.1.1", "169.254.169.254", "100.64.0.1",
     "224.0.0.1", "255.255.255.255", "240.0.0.1", "192.0.0.8", "198.18.0.1", "::1", "::", "fe80::1", "fe80::1%eth0",
     "fc00::1", "fd12::1", "ff02::1", "::ffff:127.0.0.1", "::ffff:10.0.0.1", "2002:7f00:1::", "2002:a00:1::",
-    "64:ff9b::7f00:1", "64:ff9b::a00:1", "2001:db8::1",
+    "64:ff9b::7f00:1", "64:ff9b::a00:1", "2001:db8::1", "100.100.100.200", "168.63.129.16", "192.88.99.1", "fec0::1",
+    "::127.0.0.1", "64:ff9b:1::1", "2001::1", "3fff::1", "5f00::1", "fd00:ec2::254",
 ]  # fmt: skip
 
 
@@ -157,7 +182,10 @@ def web() -> Iterator[tuple[ThreadingHTTPServer, ImageSource, str]]:
     async def resolve(host: str, port: int) -> Sequence[str]:
         return ["127.0.0.1"] if host == "pictures.example" else ["10.0.0.1"]
 
-    allowed = ImageSource(True, resolve=resolve, is_public=lambda address: address == "127.0.0.1")
+    def is_here(address: str) -> bool:
+        return address == "127.0.0.1"
+
+    allowed = ImageSource(True, resolve=resolve, is_public=is_here, ports=frozenset({server.server_port}))
     try:
         yield server, allowed, f"http://pictures.example:{server.server_port}"
     finally:
@@ -209,6 +237,47 @@ async def test_a_proxy_in_the_environment_has_no_part(monkeypatch: pytest.Monkey
         assert await source.fetch(f"{base}/a") == DATA
 
 
+@pytest.mark.parametrize("port", [22, 6379, 8080])
+async def test_other_ports_of_public_hosts_are_not_asked(port: int):
+    async def resolve(host: str, port: int) -> Sequence[str]:
+        return ["93.184.216.34"]
+
+    said = await refused(ImageSource(True, resolve=resolve), f"http://pictures.example:{port}/a.png")
+    assert f"port {port} of pictures.example is not asked" in said
+
+
+async def test_the_next_address_is_asked_if_one_does_not_answer():
+    with web() as (server, source, base), socket.socket() as closed:  # bound, but it does not listen
+        closed.bind(("127.0.0.3" if sys.platform == "linux" else "127.0.0.1", 0))
+
+        async def resolve(host: str, port: int) -> Sequence[str]:
+            return [closed.getsockname()[0], "127.0.0.1"]
+
+        both = replace(source, resolve=resolve, is_public=lambda address: True)
+        assert await both.fetch(f"{base}/a") == DATA
+        server.server_close()
+
+
+async def test_tls_is_for_the_name_and_not_for_the_address(tmp_path: Path):
+    with web() as (server, source, _):
+        names: list[str | None] = []
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        (tmp_path / "both.pem").write_text(KEY + CERTIFICATE)
+        context.load_cert_chain(tmp_path / "both.pem")
+        context.sni_callback = lambda connection, name, context: names.append(name)
+        server.socket = context.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
+
+        async def resolve(host: str, port: int) -> Sequence[str]:
+            return ["127.0.0.1"]
+
+        trusting = replace(source, resolve=resolve, tls=lambda: ssl.create_default_context(cadata=CERTIFICATE))
+        assert await trusting.fetch(f"https://pictures.test:{server.server_port}/a") == DATA
+        assert names == ["pictures.test"]
+        assert "could not be fetched" in await refused(trusting, f"https://other.test:{server.server_port}/a")
+        unknown = replace(source, resolve=resolve)
+        assert "could not be fetched" in await refused(unknown, f"https://pictures.test:{server.server_port}/a")
+
+
 # ---- a folder
 
 
@@ -257,3 +326,32 @@ async def test_a_file_that_is_too_large(folder: Path):
     with (folder / "large.png").open("wb") as file:
         file.truncate(MAX_BYTES + 1)
     assert "20 MB" in await refused(ImageSource(local_folder=folder), "large.png")
+
+
+async def test_devices_are_not_read():
+    for name in ("ptmx", "/dev/zero", "null"):
+        assert "no such image" in await refused(ImageSource(local_folder=Path("/dev")), name)
+
+
+async def test_a_link_that_is_put_there_after_the_check_is_not_followed(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The path is looked at, and only then somebody changes it: a folder, and a file, become links."""
+    checked = os.path.realpath
+    (tmp_path / "b c.png").write_bytes(b"secret")
+
+    def swapped(name: str, target: Path) -> None:
+        def realpath(path: str) -> str:
+            found = checked(path)
+            if found.endswith(".png"):
+                (folder / name).rename(tmp_path / "was")
+                (folder / name).symlink_to(target)
+            return found
+
+        monkeypatch.setattr(os.path, "realpath", realpath)
+
+    swapped("more", tmp_path)
+    assert "no such image" in await refused(ImageSource(local_folder=folder), "more/b c.png")
+    (tmp_path / "was").rename(tmp_path / "was more")
+    swapped("a.png", tmp_path / "secret")
+    assert "no such image" in await refused(ImageSource(local_folder=folder), "a.png")

@@ -1,0 +1,187 @@
+"""The images of a request: read in order, within bounds, and wrong ones are named by their place."""
+
+import asyncio
+import base64
+import io
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from omlx.api import openai
+from omlx.api.chat import ChatPrompt, ChatRequest, prompt_tokens
+from omlx.api.image_source import ImageSource
+from omlx.api.pictures import MAX_IMAGES, MAX_TOTAL_BYTES, with_pictures
+from omlx.errors import BadRequest
+from omlx.model.images import MAX_BYTES, Picture, decoders
+from omlx.server import MAX_BODY_BYTES, create_app
+from omlx.settings import Settings
+from tests.api.fakes import FakeEngine, FakePool
+from tests.api.serving import chat
+
+
+@dataclass
+class SeeingEngine(FakeEngine):
+    """Takes pictures, and remembers what it was asked to make a prompt of."""
+
+    vision: Any = None
+    prompts: list[tuple[list[dict[str, Any]], list[Picture]]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.vision = self
+
+    def prompt(self, messages: Any, args: Any, shown: Any, salt: str = "", tools: Any = ()) -> tuple[list[int], None]:
+        self.prompts.append((messages, list(shown)))
+        return [1, 2, 3], None
+
+
+def png(width: int, height: int = 5) -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", (width, height)).save(file, "PNG")
+    return file.getvalue()
+
+
+def part(data: bytes, **fields: Any) -> dict[str, Any]:
+    url = f"data:image/png;base64,{base64.b64encode(data).decode()}"
+    return {"type": "image_url", "image_url": {"url": url} | fields}
+
+
+def text(words: str) -> dict[str, Any]:
+    return {"type": "text", "text": words}
+
+
+def asked(*contents: Any) -> ChatRequest:
+    messages = [{"role": "user", "content": content} for content in contents]
+    return openai.parse_chat({"model": "tiny", "messages": messages})[0]
+
+
+async def read(*contents: Any, source: Any = None) -> ChatRequest:
+    return await with_pictures(SeeingEngine(), asked(*contents), source or ImageSource())
+
+
+async def refusal(*contents: Any, source: Any = None) -> BadRequest:
+    with pytest.raises(BadRequest) as refused:
+        await read(*contents, source=source)
+    assert "base64," not in str(refused.value) and len(str(refused.value)) < 300
+    return refused.value
+
+
+async def test_pictures_are_those_of_the_parts_in_order() -> None:
+    found = await read(
+        [part(png(1)), text("and"), part(png(2), detail="low")], "no picture", [part(png(3)), part(png(4))]
+    )
+    assert isinstance(found.prompt, ChatPrompt)
+    assert [picture.size[0] for picture in found.prompt.pictures] == [1, 2, 3, 4]
+    assert found.prompt.messages[0]["content"] == [{"type": "image"}, text("and"), {"type": "image"}]
+    assert found.prompt.messages[1]["content"] == "no picture"
+    engine = SeeingEngine()
+    assert prompt_tokens(engine, found) == ([1, 2, 3], None)
+    assert engine.prompts == [(found.prompt.messages, list(found.prompt.pictures))]
+
+
+async def test_what_a_url_holds_is_not_kept_for_the_time_of_the_answer() -> None:
+    found = await read([part(png(1))])
+    assert isinstance(found.prompt, ChatPrompt)
+    assert [(image.url, image.place) for image in found.prompt.images] == [("", "messages[0].content[0]")]
+    assert "base64" not in repr(asked([part(png(1))]))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [
+        (part(b"hello"), "not an image"),
+        (part(png(9)[:-30]), "truncated"),
+        ({"type": "image_url", "image_url": "data:image/png;base64,*"}, "base64"),
+        ({"type": "image_url", "image_url": "http://example.com/"}, "--allow-remote-images"),
+        ({"type": "image_url", "image_url": "/etc/passwd"}, "--allow-local-images"),
+    ],
+)
+async def test_the_first_wrong_picture_is_named_by_its_place(wrong: dict[str, Any], reason: str) -> None:
+    error = await refusal([part(png(1)), text("x")], [text("x"), wrong, part(b"worse")])
+    assert error.param == "messages[1].content[1]"
+    assert str(error).startswith("messages[1].content[1]: ") and reason in str(error)
+
+
+async def test_too_many_pictures_are_refused_before_one_is_read() -> None:
+    error = await refusal([part(b"no picture")] * (MAX_IMAGES + 1))
+    assert f"{MAX_IMAGES + 1} images are more than {MAX_IMAGES}" in str(error)
+
+
+class Large:
+    """Serves files of the largest size, each a small picture with something behind it."""
+
+    def __init__(self) -> None:
+        self.served = 0
+
+    async def fetch(self, url: str) -> bytes:
+        self.served += 1
+        return png(2) + bytes(MAX_BYTES - 1000)
+
+
+async def test_the_files_of_a_request_are_bounded_together() -> None:
+    source = Large()
+    fit = MAX_TOTAL_BYTES // (MAX_BYTES - 900)
+    assert len((await read([part(b"x")] * fit, source=source)).prompt.pictures) == fit  # type: ignore[union-attr]
+    assert "64 MB together" in str(await refusal([part(b"x")] * 40, source=source))
+    assert source.served <= 2 * fit + 9  # eight at a time
+
+
+def test_a_model_without_vision_takes_none_and_pictures_are_the_users() -> None:
+    app = create_app(FakePool(FakeEngine()), Settings())
+    refused = chat(app, messages=[{"role": "user", "content": [text("x"), part(png(1))]}])
+    assert refused.status_code == 400
+    assert refused.json()["error"]["message"] == "messages[0].content[1]: model 'tiny' takes no images"
+    for role in ("system", "assistant", "tool"):
+        messages = [{"role": role, "content": [part(png(1))], "tool_call_id": "a"}]
+        assert "of the user alone" in chat(app, messages=messages).json()["error"]["message"]
+
+
+def test_a_picture_of_the_largest_size_fits_in_a_body() -> None:
+    app = create_app(FakePool(SeeingEngine()), Settings())
+    data = png(3) + bytes(MAX_BYTES - len(png(3)))
+    assert chat(app, messages=[{"role": "user", "content": [part(data)]}]).status_code == 200
+    over = chat(app, messages=[{"role": "user", "content": [part(data + b"x")]}])
+    assert over.status_code == 400 and "more than the 20 MB" in over.json()["error"]["message"]
+    assert MAX_BYTES * 4 // 3 + 1000 < MAX_BODY_BYTES
+
+
+async def test_others_go_on_while_pictures_are_decoded() -> None:
+    """The event loop is free: it never waits for a picture, however many are in line."""
+    gate = threading.Event()
+    blocking = [decoders.submit(gate.wait, 20) for _ in range(2)]
+    waiting = asyncio.create_task(read([part(png(50))]))
+    longest, last = 0.0, time.monotonic()
+    for _ in range(20):
+        await asyncio.sleep(0.01)
+        longest, last = max(longest, time.monotonic() - last), time.monotonic()
+    assert not waiting.done()
+    assert longest < 2
+    # Nor does anything else that is done in threads.
+    assert await asyncio.wait_for(asyncio.to_thread(lambda: 5), 10) == 5
+    gate.set()
+    assert isinstance((await waiting).prompt, ChatPrompt)
+    assert all(work.result() for work in blocking)
+
+
+async def test_what_is_under_way_is_given_up_with_the_request() -> None:
+    class Hanging:
+        left = 0
+
+        async def fetch(self, url: str) -> bytes:
+            try:
+                await asyncio.sleep(60)
+            finally:
+                self.left += 1
+            return b""
+
+    source = Hanging()
+    waiting = asyncio.create_task(read([part(b"x"), part(b"y")], source=source))
+    await asyncio.sleep(0.05)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert source.left == 2
