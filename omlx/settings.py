@@ -500,6 +500,8 @@ def _from_file(path: Path) -> tuple[dict[str, Given], tuple[str, ...]]:
             close = difflib.get_close_matches(key.lower().replace("-", "_"), fields, n=1)
             hint = f' (did you mean "{close[0]}"?)' if close else ""
             warnings.append(f"{path}: {quoted(key)} is not a setting{hint}; ignored")
+        elif isinstance(value, bool) and is_switch(fields[key]):
+            given[fields[key]] = Given(str(value).lower(), f'{path}: "{key}"', "settings.json")
         elif not isinstance(value, str | None):
             raise SettingError(f"{path}: {quoted(key)} {json.dumps(value)[:80]} must be a text or a number")
         elif value is not None:

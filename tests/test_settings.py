@@ -286,6 +286,27 @@ def test_secrets_are_masked_everywhere(env: dict[str, str]) -> None:
     assert settings.api_key.get_secret_value() == "hush-hush"
 
 
+@SOURCES
+@pytest.mark.parametrize(("text", "verdict"), [("true", True), ("on", True), ("false", False), ("0", False)])
+def test_a_switch_means_the_same_from_everywhere(source: str, text: str, verdict: bool, env: dict[str, str]) -> None:
+    assert load_from(source, "allow_remote_images", text, env).allow_remote_images is verdict
+    with pytest.raises(SettingError, match="sometimes"):
+        load_from(source, "allow_remote_images", "sometimes", env)
+
+
+@pytest.mark.parametrize("value", [True, False])
+def test_a_switch_in_the_file_may_be_true_or_false(value: bool, env: dict[str, str]) -> None:
+    write_file(env, json.dumps({"allow_remote_images": value}))
+    settings = Settings.load({}, env)
+    assert settings.allow_remote_images is value
+    assert settings.resolve_sources()["allow_remote_images"] == "settings.json"
+
+
+def test_the_folder_of_images_may_begin_with_the_users_home(env: dict[str, str]) -> None:
+    assert Settings.load({"allow_local_images": "~/pictures"}, env).allow_local_images == Path.home() / "pictures"
+    assert Settings.load({}, env).allow_local_images is None
+
+
 @pytest.mark.parametrize("value", ["true", "[1]", '{"a": 1}'])
 def test_a_file_value_is_a_text_or_a_number(value: str, env: dict[str, str]) -> None:
     write_file(env, f'{{"port": {value}}}')

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from PIL import Image
+from PIL import Image, ImageFile
 
 from omlx.errors import BadRequest
 from omlx.model.image_header import MAX_WEBP_PIXELS
@@ -225,6 +225,11 @@ def test_a_picture_has_nothing_left_that_would_turn_it_again():
     exif[0x0112] = 6
     for form in ("JPEG", "PNG", "WEBP"):
         assert 0x0112 not in read_picture(encoded(gradient(), form, exif=exif)).rgb().getexif()
+
+
+def test_a_webp_image_does_not_keep_its_decoder():
+    """Which is of twice its size, and goes with Pillow's object for the file."""
+    assert not isinstance(read_picture(encoded(gradient(), "WEBP")).rgb(), ImageFile.ImageFile)
 
 
 def test_a_picture_does_not_show_its_bytes():
