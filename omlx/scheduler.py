@@ -32,7 +32,7 @@ from omlx.cache.factory import GB, CacheConfig
 from omlx.cache.grid import ExactMode, PrefillGrid
 from omlx.cache.layer_state import CacheLayout
 from omlx.cache.prefix_cache import BlockAwarePrefixCache
-from omlx.errors import EngineError, OmlxError
+from omlx.errors import BadRequest, EngineError, OmlxError
 from omlx.metrics import ChunkTime, SchedulerStats
 from omlx.model.decode_batch import DecodeBatch, DecodeFailure, DecodeOutput, DecodeRow
 from omlx.model.grammar import Constraint
@@ -477,7 +477,8 @@ class Scheduler:
         row.caches = []  # the batch's now
 
     def _stops(self, row: _Row) -> frozenset[int]:
-        return frozenset() if row.request.sampling.ignore_eos else self._runner.eos_token_ids
+        free = row.constraint is None  # a complete answer of a given form can only end
+        return frozenset() if row.request.sampling.ignore_eos and free else self._runner.eos_token_ids
 
     def _sampler(self, row: _Row) -> Sampler:
         return make_sampler(row.request.sampling, self._runner.vocab_size, seed=row.seed, drawn=len(row.answer))
@@ -513,7 +514,7 @@ class Scheduler:
     def _hand_out(self, row: _Row, token: int, logprobs: Any, reason: FinishReason | None) -> None:
         request = row.request
         if row.constraint is not None and row.constraint.error and reason is None:
-            raise EngineError(f"the answer could not be held to its form: {row.constraint.error}")
+            raise BadRequest(f"the answer could not be held to its form: {row.constraint.error}")
         row.answer.append(token)
         request.stats.first_token = request.stats.first_token or time.monotonic()
         request.stats.generated_tokens += 1

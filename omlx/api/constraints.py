@@ -14,6 +14,7 @@ from omlx.api.answer_format import GENERIC_CALLS, AnswerFormat, CallSyntax
 from omlx.api.chat import ChatPrompt, ChatRequest, OutputFormat, ToolChoice
 from omlx.errors import BadRequest
 from omlx.model import grammar as grammars
+from omlx.model.json_schema import arguments
 from omlx.request import GrammarSpec
 
 # More than this many calls in a row are a model that goes round in circles.
@@ -21,8 +22,6 @@ MOST_CALLS = 8
 
 # As templates write JSON, so that a call is the same text when it comes back in a prompt.
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-# What may name more arguments than `properties`.
-_OPEN = frozenset({"additionalProperties", "patternProperties", "$ref", "anyOf", "oneOf", "allOf"})
 _SPACE = r"SPACE: /[ \n]{0,4}/"
 _TEXT = r"TEXT: /(.|\n)*/"
 
@@ -30,7 +29,8 @@ _TEXT = r"TEXT: /(.|\n)*/"
 def constrained(asked: ChatRequest, form: AnswerFormat, tokenizer: Any) -> tuple[GrammarSpec | None, AnswerFormat]:
     """The grammar that an answer is held to, None if it is free; and the format that it then has.
 
-    A model whose calls are not JSON is held to the generic form where it has to call.
+    A model whose calls are not JSON is held to the generic form where it has to call. Raises BadRequest for a schema
+    that cannot be enforced.
     """
     if not isinstance(asked.prompt, ChatPrompt):
         return None, form
@@ -73,7 +73,7 @@ def _schema(output: OutputFormat) -> dict[str, Any]:
     if output.kind == "json_object":
         return {"type": "object"}
     if output.schema is False:
-        raise BadRequest("response_format: nothing fits the schema false", param="response_format")
+        raise BadRequest("nothing fits the schema false")
     return output.schema if isinstance(output.schema, dict) else {}
 
 
@@ -119,7 +119,10 @@ class _Grammar:
         for index, function in enumerate(functions):
             head = f'\n{{"name": {_json(function["name"])}, "arguments": '
             self._rules.append(f"body_{index}: {_json(head)} arguments_{index} {_json('}' + chr(10))}")
-            schema = _arguments(function["parameters"], strict=choice.strict)
+            try:
+                schema = _arguments(function["parameters"], strict=choice.strict)
+            except BadRequest as error:
+                raise BadRequest(f"{function['name']}: {error}") from error
             self._rules.append(f"arguments_{index}: %json {_json(schema)}")
         self._rules.append(f"body: {' | '.join(f'body_{index}' for index in range(len(functions)))}")
 
@@ -162,12 +165,8 @@ class _Grammar:
 
 
 def _arguments(schema: dict[str, Any], *, strict: bool) -> dict[str, Any]:
-    """A tool's schema for one object, without arguments that it does not name unless it says so.
-
-    What of a schema cannot be enforced is refused if it is `strict`, and passed over otherwise.
-    """
-    closed = {} if _OPEN & schema.keys() else {"additionalProperties": False}
-    return {"type": "object", **schema, **closed, "x-guidance": _SPACING | {"lenient": not strict}}
+    """A tool's schema for one object. What of it cannot be enforced is refused if `strict`, else passed over."""
+    return arguments(schema) | {"x-guidance": _SPACING | {"lenient": not strict}}
 
 
 def _pattern(text: str) -> str:

@@ -1,5 +1,7 @@
 """From what a client asks for to the requests that make its answer, and the form that the answer has."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 from omlx.api.answer_format import PLAIN, AnswerFormat, answer_format, call_syntax
@@ -25,8 +27,9 @@ async def make_generation(engine: Engine, asked: ChatRequest, request_id: str) -
         for index, prompt in enumerate(prompts)
     ]
     form = answer_form(engine, asked, firsts[0].prompt)
-    grammar, form = constrained(asked, form, engine.tokenizer)
-    compiled = await _compiled(engine, asked, grammar)
+    with _naming_field(asked):
+        grammar, form = constrained(asked, form, engine.tokenizer)
+        compiled = None if grammar is None else await engine.compile(grammar)
     requests = [
         _choice(_held(first, grammar, compiled), request_id, at * asked.n, k)
         for at, first in enumerate(firsts)
@@ -64,11 +67,11 @@ def _without_calls(engine: Engine, asked: ChatRequest) -> SamplingParams:
     return replace(asked.sampling, logit_bias=tuple(sorted(bias.items())))
 
 
-async def _compiled(engine: Engine, asked: ChatRequest, grammar: GrammarSpec | None) -> GrammarMatcher | None:
-    if grammar is None:
-        return None
+@contextmanager
+def _naming_field(asked: ChatRequest) -> Iterator[None]:
+    """What is wrong with a grammar, as a fault of the field that asked for it."""
     try:
-        return await engine.compile(grammar)
+        yield
     except BadRequest as error:
         field = "response_format" if asked.output_format is not None else "tools"
         raise BadRequest(f"{field}: it cannot be enforced: {error}", param=field) from error

@@ -7,6 +7,7 @@ same one. Each request has a state of it, which follows the tokens of its answer
 import asyncio
 import copy
 import json
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Collection
@@ -18,14 +19,22 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from numpy.typing import NDArray
 
-from omlx.errors import BadRequest
+from omlx.errors import BadRequest, Overloaded
+from omlx.model.json_schema import prepare
 from omlx.request import GrammarMatcher, GrammarSpec
 
 LARGEST_TEXT = 256 * 1024
 """Characters of a grammar. What llguidance makes of it is limited by its own counters, which bound the time too."""
 
+# For a grammar, and for those before it.
+_WAIT_S = 20.0
+_TRIED_TOKENS = 2
 _KEPT = 64
 _MESSAGE_LENGTH = 300
+_NOTHING_FITS = "no text fits it"
+# Around what a message of llguidance's says: a place in our own grammar, and dumps.
+_PLACE = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?")
+_DUMP = re.compile(r"<state>|<non-verbose/>|\n +\d+ \| ")
 # One blank or one line break with its indentation, where JSON has white space: models go astray in endless blanks.
 _WHITE_SPACE = r"( |\r?\n[ \t]{0,40})"
 # At most 20 ms for a step of the MLX thread, of the requests in a batch each.
@@ -35,7 +44,8 @@ _LIMITS = LLParserLimits(max_grammar_size=200_000, step_lexer_fuel=200_000, step
 def json_rule(schema: dict[str, Any], *, strict: bool) -> str:
     """JSON that fits `schema`, as an expression of a Lark grammar.
 
-    What of a schema cannot be held to makes the grammar invalid if `strict`, and is passed over otherwise.
+    What of a schema cannot be held to makes the grammar invalid if `strict`, and is passed over otherwise. Raises
+    BadRequest for one that is too large or no schema.
     """
     return "%json " + _with_options(schema, strict=strict)
 
@@ -51,8 +61,8 @@ def json_schema(schema: dict[str, Any], *, strict: bool) -> GrammarSpec:
 
 
 def _with_options(schema: dict[str, Any], *, strict: bool) -> str:
-    """The client's own options, if it knows of llguidance's, do not count."""
-    return json.dumps(schema | {"x-guidance": {"whitespace_pattern": _WHITE_SPACE, "lenient": not strict}})
+    """The client's own options, if it knows of llguidance's, do not count. Raises BadRequest."""
+    return json.dumps(prepare(schema) | {"x-guidance": {"whitespace_pattern": _WHITE_SPACE, "lenient": not strict}})
 
 
 def _written(spec: GrammarSpec) -> str:
@@ -83,10 +93,17 @@ class Grammars:
         self.compiled = 0
 
     async def compile(self, spec: GrammarSpec) -> GrammarMatcher:
-        """The state at an answer's beginning, to be copied for each answer. Raises BadRequest with the reason."""
+        """The state at an answer's beginning, to be copied for each answer.
+
+        Raises BadRequest with the reason, Overloaded if it takes too long.
+        """
         found = self._find(spec)
         if found is None:
-            found = await asyncio.get_running_loop().run_in_executor(self._thread, self._compile, spec)
+            work = asyncio.get_running_loop().run_in_executor(self._thread, self._compile, spec)
+            try:
+                found = await asyncio.wait_for(work, _WAIT_S)
+            except TimeoutError:
+                raise Overloaded(f"its grammar is not ready after {_WAIT_S:.0f} s; try again later") from None
         return found
 
     def _find(self, spec: GrammarSpec) -> LLMatcher | None:
@@ -109,10 +126,23 @@ class Grammars:
         # A fault inside llguidance is no Exception, and fails this one request like an invalid grammar.
         except BaseException as error:
             raise BadRequest(_one_line(f"{type(error).__name__}: {error}")) from error
-        if matcher.is_error():
-            raise BadRequest(_one_line(matcher.get_error()))
+        if reason := _one_line(matcher.get_error()) or self._tried(matcher.deep_copy()):
+            raise BadRequest(reason)
         self._keep(spec, matcher)
         return matcher
+
+    def _tried(self, matcher: LLMatcher) -> str:
+        """Why no answer can begin, "" if one can: some grammars are too complex from their first bracket on."""
+        for _ in range(_TRIED_TOKENS):
+            bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+            tokens = np.flatnonzero(np.unpackbits(bits, bitorder="little")).tolist()
+            if matcher.is_error() or not tokens:
+                return _one_line(matcher.get_error()) or _NOTHING_FITS
+            if tokens[0] in self._eos_token_ids:
+                return ""
+            matcher.consume_token(tokens[0])
+        matcher.compute_bitmask()
+        return _one_line(matcher.get_error())
 
     def _keep(self, spec: GrammarSpec, matcher: LLMatcher) -> None:
         with self._lock:
@@ -138,8 +168,10 @@ class Grammars:
 
 
 def _one_line(text: str) -> str:
-    """A message of llguidance's, without the dump of its state."""
-    line = " ".join(text.partition("<state>")[0].split())
+    """What a message of llguidance's says, in a line."""
+    line = " ".join(_PLACE.sub("", _DUMP.split(text)[0]).split())
+    if line.startswith("NoExtension"):
+        return _NOTHING_FITS
     return line if len(line) <= _MESSAGE_LENGTH else line[: _MESSAGE_LENGTH - 3] + "..."
 
 

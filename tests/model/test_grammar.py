@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from llguidance import LLParserLimits
 
-from omlx.errors import BadRequest, EngineError
+from omlx.errors import BadRequest, Overloaded
 from omlx.model import grammar
 from omlx.model.grammar import Constraint, Grammars
 from omlx.model.loader import load
@@ -288,7 +288,7 @@ def test_a_hostile_schema_is_refused_or_bounded(bench, schema):
     except BadRequest:
         bench.scheduler.abort("r2")
     bench.run()
-    assert set(bench.failures) <= {"r2"} and all(isinstance(e, EngineError) for e in bench.failures.values())
+    assert set(bench.failures) <= {"r2"} and all(isinstance(e, BadRequest) for e in bench.failures.values())
     assert bench.reason(other) == "length"
 
 
@@ -351,3 +351,48 @@ def test_an_answer_whose_grammar_gives_up_fails_alone(runner, loaded, monkeypatc
     assert "held to its form: lexer error: too many states" in str(bench.failures[request.request_id])
     assert "<state>" not in str(bench.failures[request.request_id])
     assert bench.reason(other) == "length"
+
+
+# ---- bounds
+
+
+def _one(name: str) -> dict[str, Any]:
+    return {"type": "object", "properties": {name: {"type": "string", "pattern": f".*{name}"}}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "reason"),
+    [
+        ({"$ref": "#"}, "no text fits it"),
+        ({"type": "object", "allOf": [{"anyOf": [_one(f"{i}{j}") for j in "abc"]} for i in "abcdef"]}, "items"),
+        ({"type": "string", "pattern": "("}, "regex parse error"),
+        ({"not": {}}, "Unimplemented keys"),
+    ],
+)  # fmt: skip
+async def test_it_is_refused_in_a_line_before_an_answer_begins(grammars, schema, reason):
+    with pytest.raises(BadRequest) as error:
+        await grammars.compile(grammar.json_schema(schema, strict=True))
+    said = str(error.value)
+    assert reason in said and "start:" not in said and "verbose" not in said and "\n" not in said
+
+
+async def test_who_waits_too_long_is_told_and_the_next_finds_it_ready(grammars, monkeypatch):
+    def slow(*args: Any, **options: Any) -> Any:
+        assert unblocked.wait(30)
+        return compile_grammar(*args, **options)
+
+    unblocked, compile_grammar = threading.Event(), grammar.LLMatcher
+    monkeypatch.setattr(grammar, "LLMatcher", slow)
+    monkeypatch.setattr(grammar, "_WAIT_S", 0.05)
+    with pytest.raises(Overloaded, match="not ready"):
+        await grammars.compile(grammar.json_object())
+    unblocked.set()
+    monkeypatch.setattr(grammar, "_WAIT_S", 30)
+    await grammars.compile(grammar.json_object())
+    assert grammars.compiled == 1
+
+
+def test_a_complete_answer_ends_whatever_is_said_of_end_tokens(bench):
+    request = bench.begin("p", grammar.json_schema({"const": [1]}, strict=True), ignore_eos=True, max_tokens=30)
+    bench.run()
+    assert (json.loads(bench.text(request)), bench.reason(request)) == ([1], "stop")
