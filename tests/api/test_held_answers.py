@@ -97,6 +97,31 @@ async def test_a_strict_schema_that_cannot_be_enforced_is_refused_by_its_field(s
     assert body["choices"][0]["message"]["content"].startswith("[")
 
 
+@pytest.mark.parametrize(
+    ("parameters", "says"),
+    [
+        ({"type": "array"}, "f: the parameters of a function have to be of type"),
+        ({"properties": {"a": 5}}, "f: schema.properties.a: a schema has to be an object"),
+    ],
+)
+async def test_a_tool_that_can_never_be_called_well_is_named(server: Server, parameters, says):
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    response = await server.post(
+        "/v1/chat/completions", messages=[user("hi")], tools=[NOW, tool], tool_choice="required"
+    )
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, "tools") and says in error["message"]
+
+
+async def test_an_argument_may_be_required_without_being_described(server: Server):
+    inner = {"type": "object", "properties": {"x": {"type": "boolean"}}, "required": ["x"]}
+    outer = {"type": "object", "properties": {"inner": inner}, "required": ["inner", "more"]}
+    fields = FREE | {"tools": [{"type": "function", "function": {"name": "f", "parameters": outer}}], "max_tokens": 100}
+    body = await server.chat(user("hi"), **fields, tool_choice="required", parallel_tool_calls=False)
+    written = body["choices"][0]["message"]["tool_calls"][0]["function"]["arguments"]
+    assert written.startswith(('{"inner": {"x": true}, "more": ', '{"inner": {"x": false}, "more": '))
+
+
 async def test_the_starter_model_calls_tools_as_it_has_to(starter_model_dir, tmp_path):
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "starter").symlink_to(starter_model_dir)

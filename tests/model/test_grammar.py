@@ -367,6 +367,8 @@ def _one(name: str) -> dict[str, Any]:
         ({"type": "object", "allOf": [{"anyOf": [_one(f"{i}{j}") for j in "abc"]} for i in "abcdef"]}, "items"),
         ({"type": "string", "pattern": "("}, "regex parse error"),
         ({"not": {}}, "Unimplemented keys"),
+        ({"const": "x" * 5000}, "schema.const: a value is longer"),
+        ({"patternProperties": {f"^{n}$": True for n in range(1000)}}, "schema.patternProperties: more than 20"),
     ],
 )  # fmt: skip
 async def test_it_is_refused_in_a_line_before_an_answer_begins(grammars, schema, reason):
