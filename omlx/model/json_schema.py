@@ -17,6 +17,7 @@ _MOST_LITERAL = 4096  # characters of a name, an enum's value or a pattern
 _MOST_PROPERTIES = 500  # of one object: optional ones are all alternatives at every step
 _MOST_PATTERNS = 20  # patternProperties of one object are compared pair by pair
 _MOST_ONE_OF = 200  # and so are these
+_LARGEST_INT = 1 << 53
 _PATH_CHARS = 100  # of a path in a message
 
 _PROSE = frozenset({
@@ -104,8 +105,17 @@ def _copy_value(key: str, value: Any, path: str, depth: int) -> Any:
 
 
 def _check_literal(value: Any, path: str) -> None:
+    if not _is_exact(value):
+        raise _wrong(path, "an integer beyond 2^53 cannot be told from its neighbours")
     if len(value if isinstance(value, str) else json.dumps(value)) > _MOST_LITERAL:
         raise _wrong(path, f"a value is longer than {_MOST_LITERAL} characters")
+
+
+def _is_exact(value: Any) -> bool:
+    """Whether all integers in a value are ones that a double holds: llguidance keeps numbers in that form."""
+    if isinstance(value, dict | list):
+        return all(map(_is_exact, value.values() if isinstance(value, dict) else value))
+    return not isinstance(value, int) or abs(value) <= _LARGEST_INT
 
 
 def _wrong(path: str, what: str) -> BadRequest:

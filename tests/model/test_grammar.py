@@ -93,7 +93,7 @@ LEAVES = st.one_of(
         lambda ends: {"type": "integer", "minimum": ends[0], "maximum": ends[1]}
     ),
     st.just({"type": "number", "minimum": -2.5, "exclusiveMaximum": 7}),
-    st.lists(st.one_of(st.text(max_size=6), st.integers(), st.none()), min_size=1, max_size=3).map(
+    st.lists(st.one_of(st.text(max_size=6), st.integers(-(1 << 53), 1 << 53), st.none()), min_size=1, max_size=3).map(
         lambda values: {"enum": values}
     ),
     st.just({"type": "string", "pattern": "^[a-c]{2,5}$"}),

@@ -144,3 +144,10 @@ def test_what_is_no_schema_is_refused_or_left_for_the_compiler(document: Any):
     for make in (prepare, arguments):
         with contextlib.suppress(BadRequest):
             make(document)
+
+
+@pytest.mark.parametrize("schema", [{"enum": [1, [{"a": 2**53 + 1}]]}, {"const": -(2**53) - 1}, {"maximum": 2**60}])
+def test_integers_that_no_double_holds_are_refused(schema: dict[str, Any]):
+    with pytest.raises(BadRequest, match=r"2\^53"):
+        prepare(schema)
+    assert prepare({"enum": [2**53, -(2**53), True]})
