@@ -1043,7 +1043,8 @@ def test_files_count_towards_the_limit_of_the_root_and_blocks_make_room(opened, 
     own = sum(path.stat().st_size for path in (tmp_path / "features").iterdir())
     assert store.blocks.bytes == blocks_bytes(store) + own + (tmp_path / "index.sqlite").stat().st_size
     assert 0 < blocks_bytes(store) < 10 * BLOCK
-    assert max(seen) <= limit and our_bytes(tmp_path) <= limit + 8
+    # While the index is in a transaction its journal may be beyond the limit, by less than a block.
+    assert max(seen) <= limit + BLOCK and our_bytes(tmp_path) <= limit + BLOCK
     assert cache.stats.disk_evictions == 0
     assert store.check() == [] and cache.check() == []
 
@@ -1064,7 +1065,8 @@ def test_features_wait_for_a_slow_disk_to_make_their_room(opened, root, tmp_path
     cache.put("h0", MODEL, features(0, (4 * BLOCK // 4 // 64, 64)))
     assert not cache.flush(0.5) and on_disk(tmp_path) == set() and not list((tmp_path / "features").iterdir())
     gate.set()
-    assert cache.flush(10) and on_disk(tmp_path) == {0} and our_bytes(tmp_path) <= 10 * BLOCK + 40_000
+    assert cache.flush(10) and on_disk(tmp_path) == {0}
+    assert our_bytes(tmp_path) <= 10 * BLOCK + 40_000 + BLOCK  # the index may be in a transaction, with its journal
 
 
 def test_features_evict_only_features_beyond_their_own_share(opened, root, tmp_path):
