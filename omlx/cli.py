@@ -17,10 +17,11 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from omlx import __version__
+from omlx.access.keys import read_keys
 from omlx.errors import ModelError, OmlxError, SettingError
 from omlx.model.folder import find_model, list_models, read_adapter
 from omlx.model.progress import console_progress
-from omlx.settings import Settings, default_home, flag_help, flag_name, is_switch, option_fields
+from omlx.settings import REPEATED, Settings, default_home, flag_help, flag_name, is_switch, option_fields
 from omlx.sizes import format_size
 
 STARTER, EMBEDDER = "smollm2-135m", "all-minilm-l6-v2"
@@ -75,12 +76,12 @@ def _with_settings(
     gets as keywords.
     """
     options = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=_flag(name), annotation=_flag_type(name))
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=_flag(name), annotation=_annotation(name))
         for name in fields or option_fields()
     ]
 
     def run(**given: Any) -> None:
-        settings = Settings.load({option.name: _as_text(given.pop(option.name)) for option in options})
+        settings = Settings.load({option.name: _text(given.pop(option.name)) for option in options})
         for warning in settings.warnings:
             sys.stderr.write(f"omlx: {warning}\n")
         command(settings, **given)
@@ -92,6 +93,19 @@ def _with_settings(
     return run
 
 
+def _annotation(field: str) -> Any:
+    if is_switch(field):
+        return bool | None
+    return list[str] | None if field in REPEATED else str | None
+
+
+def _text(given: str | bool | list[str] | None) -> str | None:
+    """A flag as the settings take it: what was given several times has commas between."""
+    if isinstance(given, bool):
+        return str(given).lower()
+    return (",".join(given) if given else None) if isinstance(given, list) else given
+
+
 def _flag(field: str) -> Any:
     text, metavar = flag_help(field)
     name = flag_name(field)
@@ -100,16 +114,9 @@ def _flag(field: str) -> Any:
     return typer.Option(None, name, help=text, metavar=metavar, show_default=False)
 
 
-def _flag_type(field: str) -> Any:
-    return bool | None if is_switch(field) else str | None
-
-
-def _as_text(given: str | bool | None) -> str | None:
-    return str(given).lower() if isinstance(given, bool) else given
-
-
 def serve(settings: Settings) -> None:
     """Serve models over HTTP until stopped (Ctrl-C)."""
+    read_keys(settings)
     if settings.model is not None:
         find_model(settings.model, settings.home)
         if settings.adapter_path is not None:

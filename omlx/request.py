@@ -138,6 +138,7 @@ class Request:
     `use_cache` False neither reads nor writes the cache. `cache_salt` separates tenants: equal
     prompts under different salts share nothing. `vision`: the prompt's pictures, None if it has none.
     `grammar`: `sampling.grammar`, compiled; the engine does it if nobody did.
+    `key_name`: the API key's it came with, for the log.
     """
 
     request_id: str
@@ -149,6 +150,7 @@ class Request:
     stats: RequestStats = field(default_factory=RequestStats)
     vision: PromptVision | None = None
     grammar: GrammarMatcher | None = None
+    key_name: str = ""
 
     def cache_tokens(self, tokens: list[int]) -> list[int]:
         """`tokens`, the beginning of prompt and answer, as the cache sees them."""

@@ -1,8 +1,6 @@
 """The HTTP server: routes, keys, errors, start and stop."""
 
 import asyncio
-import hmac
-import ipaddress
 import logging
 import os
 import signal
@@ -12,17 +10,18 @@ import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any
-from urllib.parse import urlsplit
 
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
-from pydantic_core import from_json
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from omlx import __version__
+from omlx.access.checks import AdminCheck, KeyCheck, PageCheck, api_key_of
+from omlx.access.cross_origin import CrossOrigin
+from omlx.access.keys import KeyRing
+from omlx.access.limits import KEEP_ALIVE_S, MAX_HEAD_BYTES, HeadLimit, PatientProtocol, read_json
 from omlx.admin import routes as admin
 from omlx.api import embeddings, openai, sse, tokens
 from omlx.api.answering import answer_events, collect
@@ -30,17 +29,15 @@ from omlx.api.chat import EnginePool, Parse, ServedModel
 from omlx.api.events import INTERNAL_FAULT, Fault, fault_of
 from omlx.api.generation import make_generation
 from omlx.api.image_source import ImageSource
+from omlx.api.openai_answer import ChatAnswer, CompletionAnswer, ModelAnswer, ModelsAnswer, StatusAnswer
+from omlx.api.openai_body import ChatBody, CompletionBody
+from omlx.api.openapi import documented
 from omlx.api.pictures import Source, with_pictures
-from omlx.errors import BadRequest, NotFound, OmlxError
+from omlx.api.refusal import refuse
+from omlx.errors import NotFound, OmlxError
 from omlx.settings import Settings, usage_hint
 
 logger = logging.getLogger("omlx.server")
-
-MAX_BODY_BYTES = 32 * 1024 * 1024  # an image of 20 MB in base64, and text
-OPEN_PATHS = frozenset({"/health", "/ready"})
-
-# Whoever sends one of these is, or comes through, somebody else than a program on this machine: a proxy, a web page.
-_FROM_ELSEWHERE = (b"forwarded", b"x-forwarded-for", b"x-real-ip", b"via", b"origin")
 
 # Together less than the 10 s within which a stopped server is gone.
 FINISH_S = 2.0
@@ -53,8 +50,8 @@ _CLIENT_CLOSED_REQUEST = 499
 _HTTP_ERRORS = {
     404: ("no such path", "not_found"),
     405: ("this method is not allowed here", "method_not_allowed"),
-    413: (f"the body is larger than {MAX_BODY_BYTES // 1024**2} MB", "body_too_large"),
 }
+_HTTP_CODES = {408: "request_timeout", 413: "body_too_large"}
 
 
 def create_app(pool: admin.AdminPool, settings: Settings) -> FastAPI:
@@ -79,16 +76,29 @@ def create_app(pool: admin.AdminPool, settings: Settings) -> FastAPI:
     )
     app.state.stopping = stopping
     app.state.start_error = None
+    app.state.max_request_size = settings.max_request_size
+    keys = KeyRing(settings)
     source = ImageSource(settings.allow_remote_images, settings.allow_local_images)
     _add_routes(app, pool, source)
-    app.include_router(embeddings.router(pool, read_json))
+    app.include_router(embeddings.router(pool, read_json, lambda http: api_key_of(http).name))
     app.include_router(tokens.router(pool, read_json, source))
-    app.include_router(admin.router(pool, settings, read_json, source))
+    app.include_router(admin.router(pool, settings, read_json, source, keys))
     _add_error_handlers(app)
-    app.add_middleware(AdminCheck, key=settings.admin_key.get_secret_value() if settings.admin_key else None)
-    if settings.api_key is not None:
-        app.add_middleware(KeyCheck, key=settings.api_key.get_secret_value())
+    _add_checks(app, settings, keys)
     return app
+
+
+def _add_checks(app: FastAPI, settings: Settings, keys: KeyRing) -> None:
+    """Whoever is added last is asked first."""
+    origins = settings.cors_origin or ()
+    app.add_middleware(AdminCheck, key=settings.admin_key.get_secret_value() if settings.admin_key else None)
+    if keys:
+        app.add_middleware(KeyCheck, keys=keys)
+    else:
+        app.add_middleware(PageCheck, origins=origins, host=settings.host)
+    if origins:  # before the keys: a preflight has none
+        app.add_middleware(CrossOrigin, origins=origins)
+    app.add_middleware(HeadLimit)
 
 
 class _StopOnce:
@@ -105,92 +115,6 @@ class _StopOnce:
         await self._task
 
 
-class KeyCheck:
-    """Lets nothing but OPEN_PATHS through without the key (`Authorization: Bearer` or `x-api-key`).
-
-    Paths under /admin are the AdminCheck's.
-    """
-
-    def __init__(self, app: ASGIApp, key: str) -> None:
-        self._app = app
-        self._key = key.encode()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan" or self._is_open(scope["path"]) or _is_key(self._key, scope):
-            await self._app(scope, receive, send)
-            return
-        fault = Fault(401, "the API key is missing or wrong", code="invalid_api_key")
-        await _refuse(scope["path"], fault, {"www-authenticate": "Bearer"})(scope, receive, send)
-
-    @staticmethod
-    def _is_open(path: str) -> bool:
-        return path in OPEN_PATHS or _is_admin(path)
-
-
-class AdminCheck:
-    """Lets through to paths under /admin who has the admin key; if there is none, programs on this machine.
-
-    Those show an address of this machine, ask for one, and send nothing that only a proxy or a web page does: a page
-    in a browser here could otherwise empty the cache.
-    """
-
-    def __init__(self, app: ASGIApp, key: str | None) -> None:
-        self._app = app
-        self._key = None if key is None else key.encode()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan" or not _is_admin(scope["path"]):
-            await self._app(scope, receive, send)
-        elif self._key is None and not _is_local(scope):
-            fault = Fault(403, "these routes answer programs on this machine only; --admin-key opens them to others")
-            await _refuse(scope["path"], fault)(scope, receive, send)
-        elif self._key is not None and not _is_key(self._key, scope):
-            fault = Fault(401, "the admin key is missing or wrong", code="invalid_admin_key")
-            await _refuse(scope["path"], fault, {"www-authenticate": "Bearer"})(scope, receive, send)
-        else:
-            await self._app(scope, receive, send)
-
-
-def _is_admin(path: str) -> bool:
-    return path == "/admin" or path.startswith("/admin/")
-
-
-def _is_local(scope: Scope) -> bool:
-    headers: dict[bytes, bytes] = dict(scope["headers"])
-    address = scope.get("client") or ("", 0)
-    asked_for = _host_name(headers.get(b"host", b"").decode("latin-1"))
-    plain = not any(name in headers for name in _FROM_ELSEWHERE)
-    return plain and _is_loopback(address[0]) and (asked_for == "localhost" or _is_loopback(asked_for))
-
-
-def _host_name(host: str) -> str:
-    """A Host header without its port; "" for one that is none."""
-    try:
-        return urlsplit(f"//{host}").hostname or ""
-    except ValueError:
-        return ""
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        address = ipaddress.ip_address(host.removeprefix("::ffff:"))  # IPv4 on a socket of IPv6
-    except ValueError:
-        return False
-    return address.is_loopback
-
-
-def _is_key(key: bytes, scope: Scope) -> bool:
-    return hmac.compare_digest(_key_given(scope), key)
-
-
-def _key_given(scope: Scope) -> bytes:
-    headers: dict[bytes, bytes] = dict(scope["headers"])
-    kind, _, key = headers.get(b"authorization", b"").partition(b" ")
-    if kind.lower() == b"bearer":
-        return key.strip()
-    return headers.get(b"x-api-key", b"").strip()
-
-
 def _add_routes(app: FastAPI, pool: EnginePool, source: Source) -> None:
     def endpoint(parse: Parse) -> Callable[[Request], Awaitable[Response]]:
         async def generate(http: Request) -> Response:
@@ -201,7 +125,8 @@ def _add_routes(app: FastAPI, pool: EnginePool, source: Source) -> None:
     async def models() -> Response:
         return JSONResponse({"object": "list", "data": [await _model_body(pool, model) for model in pool.models()]})
 
-    async def model(name: str) -> Response:
+    async def model(http: Request) -> Response:
+        name = http.path_params["name"]
         for known in pool.models():
             if known.name == name:
                 return JSONResponse(await _model_body(pool, known))
@@ -214,17 +139,26 @@ def _add_routes(app: FastAPI, pool: EnginePool, source: Source) -> None:
         answers = await pool.ready()
         return JSONResponse({"status": "ready" if answers else "not ready"}, 200 if answers else 503)
 
-    app.add_api_route("/v1/chat/completions", endpoint(openai.parse_chat), methods=["POST"])
-    app.add_api_route("/v1/completions", endpoint(openai.parse_completion), methods=["POST"])
-    app.add_api_route("/v1/models", models, methods=["GET"])
-    app.add_api_route("/v1/models/{name:path}", model, methods=["GET"])
-    app.add_api_route("/health", health, methods=["GET", "HEAD"])
-    app.add_api_route("/ready", ready, methods=["GET", "HEAD"])
+    busy = (404, 503)
+    chat = documented("Chat completion", ChatBody, ChatAnswer, stream=True, errors=busy)
+    completion = documented("Text completion", CompletionBody, CompletionAnswer, stream=True, errors=busy)
+    app.add_api_route("/v1/chat/completions", endpoint(openai.parse_chat), methods=["POST"], **chat)
+    app.add_api_route("/v1/completions", endpoint(openai.parse_completion), methods=["POST"], **completion)
+    app.add_api_route("/v1/models", models, methods=["GET"], **documented("The models served", answer=ModelsAnswer))
+    named = documented("One model", answer=ModelAnswer, errors=[404], path=["name"])
+    app.add_api_route("/v1/models/{name:path}", model, methods=["GET"], **named)
+    up = documented("Whether the process is up", answer=StatusAnswer, is_open=True)
+    answers = documented("Whether the engine answers", answer=StatusAnswer, is_open=True)
+    answers["responses"][503] = {"model": StatusAnswer, "description": "It does not."}
+    for path, probe, docs in (("/health", health, up), ("/ready", ready, answers)):
+        app.add_api_route(path, probe, methods=["GET"], **docs)
+        app.add_api_route(path, probe, methods=["HEAD"], include_in_schema=False)
 
 
 async def answer(http: Request, pool: EnginePool, parse: Parse, source: Source) -> Response:
     """One request from body to answer, in any dialect."""
     asked, dialect = parse(await read_json(http))
+    asked = asked.asked_by(api_key_of(http))
     engine = await pool.get(asked.model)
     asked = await with_pictures(engine, asked, source)
     generation = await make_generation(engine, asked, dialect.request_id)
@@ -234,26 +168,6 @@ async def answer(http: Request, pool: EnginePool, parse: Parse, source: Source) 
         return sse.EventStreamResponse(first, events, dialect, generation)
     whole = await sse.until_disconnect(http.receive, collect(events))
     return JSONResponse(dialect.body(whole))
-
-
-async def read_json(http: Request) -> dict[str, Any]:
-    """The body as a JSON object. Raises BadRequest, or HTTPException 413 when it is too large."""
-    length = http.headers.get("content-length", "")
-    if length.isdecimal() and (len(length) > 18 or int(length) > MAX_BODY_BYTES):
-        raise HTTPException(413)
-    body = bytearray()
-    async for chunk in http.stream():
-        body += chunk
-        if len(body) > MAX_BODY_BYTES:
-            raise HTTPException(413)
-    try:
-        # Refuses what is no UTF-8, NaN, half of a surrogate pair, deep nesting and endless digits.
-        parsed = from_json(body, allow_inf_nan=False)
-    except ValueError as error:
-        raise BadRequest(f"the body is not valid JSON: {error}") from None
-    if not isinstance(parsed, dict):
-        raise BadRequest("the body must be a JSON object")
-    return parsed
 
 
 async def _model_body(pool: EnginePool, model: ServedModel) -> dict[str, Any]:
@@ -271,34 +185,25 @@ async def _model_body(pool: EnginePool, model: ServedModel) -> dict[str, Any]:
 def _add_error_handlers(app: FastAPI) -> None:
     async def omlx_error(http: Request, error: Exception) -> Response:
         assert isinstance(error, OmlxError)
-        return _refuse(http.url.path, fault_of(error))
+        return refuse(http.url.path, fault_of(error))
 
     async def http_error(http: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        message, code = _HTTP_ERRORS.get(error.status_code, (error.detail, None))
-        return _refuse(http.url.path, Fault(error.status_code, message, code=code), dict(error.headers or {}))
+        message, code = _HTTP_ERRORS.get(error.status_code, (error.detail, _HTTP_CODES.get(error.status_code)))
+        return refuse(http.url.path, Fault(error.status_code, message, code=code), dict(error.headers or {}))
 
     async def client_gone(http: Request, error: Exception) -> Response:
         return Response(status_code=_CLIENT_CLOSED_REQUEST)
 
     async def unexpected(http: Request, error: Exception) -> Response:
         logger.error("unexpected error on %r", http.url.path, exc_info=error)
-        return _refuse(http.url.path, INTERNAL_FAULT)
+        return refuse(http.url.path, INTERNAL_FAULT)
 
     app.add_exception_handler(OmlxError, omlx_error)
     app.add_exception_handler(HTTPException, http_error)
     app.add_exception_handler(ClientDisconnect, client_gone)
     app.add_exception_handler(sse.ClientGone, client_gone)
     app.add_exception_handler(Exception, unexpected)
-
-
-def _refuse(path: str, fault: Fault, headers: dict[str, str] | None = None) -> Response:
-    """The response for a request that gets no answer; what was sent is never logged."""
-    logger.info("refused path=%r status=%d param=%s code=%s", path, fault.status, fault.param, fault.code)
-    headers = dict(headers or {})
-    if fault.retry_after_s is not None:
-        headers["retry-after"] = str(fault.retry_after_s)
-    return JSONResponse(openai.error_body(fault), fault.status, headers)
 
 
 class Server(uvicorn.Server):
@@ -353,17 +258,7 @@ def run(pool: admin.AdminPool, settings: Settings, listener: socket.socket) -> i
     """Serves `pool` on a bound socket, until a signal; returns the exit status."""
     app = create_app(pool, settings)
     port = listener.getsockname()[1]
-    config = uvicorn.Config(
-        app,
-        lifespan="on",
-        ws="none",
-        # What goes wrong is logged here, once; each request has its own line instead of an access log.
-        log_config=None,
-        log_level="critical",
-        access_log=False,
-        server_header=False,
-        timeout_graceful_shutdown=int(FINISH_S + ABORT_S),
-    )
+    config = http_config(app)
     try:
         with _quiet_signals():
             Server(config, app, lambda: _announce(pool, settings, port)).run([listener])
@@ -372,6 +267,26 @@ def run(pool: admin.AdminPool, settings: Settings, listener: socket.socket) -> i
     except SystemExit:  # how uvicorn says that the application did not start
         return _start_failed(app.state.start_error)
     return 0
+
+
+def http_config(app: FastAPI, **more: Any) -> uvicorn.Config:
+    """How uvicorn serves the application; its limits are those of access.limits."""
+    return uvicorn.Config(
+        app,
+        lifespan="on",
+        # h11 on every machine, whatever else is installed: its limits are the ones that are documented.
+        http=PatientProtocol,
+        h11_max_incomplete_event_size=MAX_HEAD_BYTES,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        ws="none",
+        # What goes wrong is logged here, once; each request has its own line instead of an access log.
+        log_config=None,
+        log_level="critical",
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=int(FINISH_S + ABORT_S),
+        **more,
+    )
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -390,7 +305,7 @@ def bind(host: str, port: int) -> socket.socket:
 def _announce(pool: EnginePool, settings: Settings, port: int) -> None:
     served = sorted(pool.models(), key=lambda model: model.kind != "text")
     name, kind = (served[0].name, served[0].kind) if served else ("MODEL", "text")
-    hint = usage_hint(settings.host, port, name, settings.api_key is not None, kind)
+    hint = usage_hint(settings.host, port, name, settings.asks_for_key, kind)
     print(*settings.describe(), "", hint, sep="\n", flush=True)
 
 

@@ -9,6 +9,7 @@ same road through `Settings`, so a value gets the same verdict wherever it stand
 import difflib
 import json
 import os
+import re
 import unicodedata
 from collections.abc import Mapping
 from pathlib import Path
@@ -43,9 +44,12 @@ if TYPE_CHECKING:
 Exact = Literal["auto", "on", "strict", "off"]
 WritePolicy = Literal["through", "back"]
 LogLevel = Literal["debug", "info", "warning", "error"]
+KeyCacheSalt = Literal["none", "auto"]
 
 MASK = "********"
 _SECRETS = ("api_key", "admin_key")
+# May hold several values: the flag is repeated, elsewhere commas stand between them (in the file a list may).
+REPEATED = ("api_key", "cors_origin")
 _BUDGETS = (
     "paged_ssd_cache_dir",
     "paged_ssd_cache_max_size",
@@ -72,6 +76,7 @@ _SIZES = {
     "hot_cache_max_size": f"{_AUTO_HOT_SHARE}% of RAM, at most {format_size(_AUTO_HOT_MOST)}",
     "max_kv_cache_memory": f"{_AUTO_KV_SHARE}% of RAM",
     "max_process_memory": f"{_AUTO_PROCESS_SHARE}% of RAM",
+    "max_request_size": "",
 }
 
 
@@ -186,7 +191,22 @@ class Settings(BaseModel):
     api_key: SecretStr | None = _option(
         None,
         "KEY",
-        "Key that every route but /health, /ready and those under /admin asks for. Better given by the environment.",
+        "Key that every route but /health, /ready and those under /admin asks for; may be repeated. Better given by "
+        "the environment (commas between several) or by --api-keys-file.",
+    )
+    api_keys_file: Path | None = _option(
+        None,
+        "FILE",
+        "More API keys, a line for each: NAME: KEY, and behind it, if wanted, requests=N and cache_salt=auto or none. "
+        "Read again when it changes.",
+    )
+    max_requests_per_key: int = _option(
+        0, "N", "Requests of one API key at the same time; more get a 429. 0 sets no limit.", ge=0
+    )
+    api_key_cache_salt: KeyCacheSalt = _option(
+        "none",
+        "|".join(("none", "auto")),
+        "auto: each API key has a cache of its own. none: keys share what their requests have in common.",
     )
     admin_key: SecretStr | None = _option(
         None,
@@ -201,6 +221,13 @@ class Settings(BaseModel):
     allow_local_images: Path | None = _option(
         None, "DIR", "Folder from which requests may name images by path or file: URL; none without it."
     )
+    cors_origin: tuple[str, ...] | None = _option(
+        None,
+        "ORIGIN",
+        "Web pages that may use the server from a browser, as https://chat.example.com; may be repeated. "
+        "Without it none may.",
+    )
+    max_request_size: int = _option("64MB", "SIZE", "Largest body of a request; a larger one gets a 413.", gt=0)
     log_level: LogLevel = _option("info", "|".join(("debug", "info", "warning", "error")), "What is logged.")
 
     _given: dict[str, Given] = PrivateAttr(default_factory=dict)
@@ -237,7 +264,12 @@ class Settings(BaseModel):
             raise ValueError(f"{shown} holds control characters")
         return value
 
-    @field_validator("exact", "log_level", "cache_write_policy", mode="before")
+    @field_validator("cors_origin", mode="before")
+    @classmethod
+    def _origins(cls, value: Any) -> Any:
+        return tuple(map(_origin, value.split(","))) if isinstance(value, str) else value
+
+    @field_validator("exact", "log_level", "cache_write_policy", "api_key_cache_salt", mode="before")
     @classmethod
     def _any_case(cls, value: Any) -> Any:
         return value.lower() if isinstance(value, str) else value
@@ -272,7 +304,7 @@ class Settings(BaseModel):
             raise ValueError(f"{quoted(value)} must be 8 or 4")
         return value
 
-    @field_validator("home", "adapter_path", "paged_ssd_cache_dir", "allow_local_images")
+    @field_validator("home", "adapter_path", "paged_ssd_cache_dir", "api_keys_file", "allow_local_images")
     @classmethod
     def _absolute(cls, value: Path | None) -> Path | None:
         if value is None:
@@ -284,18 +316,29 @@ class Settings(BaseModel):
 
     @field_validator(*_SECRETS)
     @classmethod
-    def _fits_in_a_header(cls, value: SecretStr | None) -> SecretStr | None:
+    def _fits_in_a_header(cls, value: SecretStr | None, info: ValidationInfo) -> SecretStr | None:
         key = value.get_secret_value() if value else ""
         if not key.isascii() or " " in key:
             raise ValueError(f'"{MASK}" must be ASCII without spaces')
+        if info.field_name == "api_key" and "" in _listed(value):
+            raise ValueError(f'"{MASK}" must not hold an empty key')
         return value
 
     @field_validator("admin_key")
     @classmethod
     def _is_no_api_key(cls, value: SecretStr | None, info: ValidationInfo) -> SecretStr | None:
-        if value is not None and value == info.data.get("api_key"):
+        if value is not None and value.get_secret_value() in _listed(info.data.get("api_key")):
             raise ValueError(f'"{MASK}" must be another key than the API key')
         return value
+
+    @property
+    def api_keys(self) -> tuple[str, ...]:
+        """The keys that options give; `access.keys` has those of the file as well."""
+        return _listed(self.api_key)
+
+    @property
+    def asks_for_key(self) -> bool:
+        return self.api_key is not None or self.api_keys_file is not None
 
     @property
     def models_dir(self) -> Path:
@@ -362,6 +405,8 @@ class Settings(BaseModel):
             return MASK
         if name in _SIZES:
             return format_size(value) + self._how(name)
+        if isinstance(value, tuple):
+            return ", ".join(value)
         if name == "cache_ttl":
             return format_duration(value) if value else "off"
         if name == "paged_ssd_cache_dir" and not self.ssd_on:
@@ -399,6 +444,22 @@ def _whole(name: str, data: Mapping[str, Any]) -> int:
         return total_disk(folder)
     except OSError as error:
         raise ValueError(f"cannot be a share of the disk of {quoted(folder)}: {error.strerror or error}") from None
+
+
+def _listed(keys: SecretStr | None) -> tuple[str, ...]:
+    return tuple(keys.get_secret_value().split(",")) if keys is not None else ()
+
+
+def _origin(text: str) -> str:
+    """An origin as browsers write it. Raises ValueError."""
+    found = re.fullmatch(r"([a-z][a-z0-9+.-]*)://([a-z0-9._-]+|\[[0-9a-f:]+\])(:[0-9]{1,5})?/?", text.strip().lower())
+    if found is None:
+        raise ValueError(f"{quoted(text)} is not an origin (examples: https://chat.example.com, http://localhost:3000)")
+    scheme, host, port = found.groups(default="")
+    return f"{scheme}://{host}{'' if (scheme, port) in _USUAL_PORTS else port}"
+
+
+_USUAL_PORTS = (("http", ":80"), ("https", ":443"))
 
 
 def option_fields() -> list[str]:
@@ -500,6 +561,8 @@ def _from_file(path: Path) -> tuple[dict[str, Given], tuple[str, ...]]:
             close = difflib.get_close_matches(key.lower().replace("-", "_"), fields, n=1)
             hint = f' (did you mean "{close[0]}"?)' if close else ""
             warnings.append(f"{path}: {quoted(key)} is not a setting{hint}; ignored")
+        elif fields[key] in REPEATED and isinstance(value, list) and all(isinstance(item, str) for item in value):
+            given[fields[key]] = Given(",".join(value), f'{path}: "{key}"', "settings.json")
         elif isinstance(value, bool) and is_switch(fields[key]):
             given[fields[key]] = Given(str(value).lower(), f'{path}: "{key}"', "settings.json")
         elif not isinstance(value, str | None):

@@ -1,6 +1,6 @@
 """The routes under /admin: what the caches hold, what they have of a prompt, and how to empty them.
 
-Who may come here is decided before, by `server.AdminCheck`.
+Who may come here is decided before, by `access.checks.AdminCheck`.
 """
 
 import asyncio
@@ -11,15 +11,17 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 from fastapi import APIRouter
 from fastapi import Request as HttpRequest
 from fastapi.responses import JSONResponse, Response
-from pydantic import Field
+from pydantic import BaseModel, Field
 
 from omlx import __version__
+from omlx.access.keys import ANYBODY, ApiKey, KeyRing
 from omlx.api import openai
 from omlx.api.chat import ChatPrompt, ChatRequest, EnginePool, prompt_tokens
 from omlx.api.message_places import where_it_differs
 from omlx.api.openai_body import Body, TokenIds, validated
+from omlx.api.openapi import documented
 from omlx.api.pictures import Source, with_pictures
-from omlx.errors import BadRequest
+from omlx.errors import BadRequest, NotFound
 from omlx.request import ImageStart, Request
 from omlx.settings import Settings, option_fields, option_name
 from omlx.sizes import parse_duration
@@ -65,6 +67,7 @@ class ProbeBody(Body):
     chat_template_kwargs: Any = None
     tools: Any = None
     cache_salt: Any = None
+    api_key_name: Any = None
 
 
 class ClearBody(Body):
@@ -74,11 +77,75 @@ class ClearBody(Body):
     older_than: Any = None
 
 
+class AnyClearBody(ProbeBody):
+    """Both that /admin/cache/clear takes: all of a model's blocks (or of all), or a conversation."""
+
+    model: ModelName | None  # type: ignore[assignment]
+    older_than: Any = None
+
+
+class FiguresAnswer(BaseModel):
+    """Counters and bytes, in total and by model, and the settings in force."""
+
+    version: str
+    total: dict[str, Any]
+    models: dict[str, dict[str, Any]]
+    stored: list[dict[str, Any]]
+    embedders: dict[str, Any]
+    settings: dict[str, dict[str, Any]]
+
+
+class ShownBlock(BaseModel):
+    index: int
+    hash: str
+    tokens: int
+    cached_tokens: int
+    state: str
+
+
+class Miss(BaseModel):
+    """Of a conversation that differs from what is cached also in which message: its number, its role and a hint."""
+
+    token: int
+    reason: str
+    message: int | None = None
+    role: str | None = None
+    hint: str | None = None
+
+
+class ShownImage(BaseModel):
+    token: int
+    hash: str
+    features: Literal["ram", "ssd"] | None
+
+
+class ProbeAnswer(BaseModel):
+    """`images` are there for a prompt that has some."""
+
+    model: str
+    tokens: int
+    blocks: list[ShownBlock]
+    cached_tokens: int
+    first_miss: Miss | None
+    images: list[ShownImage] | None = None
+
+
+class ClearAnswer(BaseModel):
+    """What is deleted, images' features too unless it was a conversation; of that also why the rest stayed."""
+
+    blocks: int
+    bytes: int
+    images: int | None = None
+    prompt_tokens: int | None = None
+    kept_tokens: int | None = None
+    kept_because: str | None = None
+
+
 # With one of these it is a conversation that goes, and the body may be all that a completion's may.
 _PROMPTS = ("messages", "prompt", "tokens")
 
 
-def router(pool: AdminPool, settings: Settings, read_json: ReadJson, source: Source) -> APIRouter:
+def router(pool: AdminPool, settings: Settings, read_json: ReadJson, source: Source, keys: KeyRing) -> APIRouter:
     """GET and POST /admin/cache_probe, POST /admin/cache/clear. `read_json` gives a request's body.
 
     Images of prompts come from `source`.
@@ -88,7 +155,7 @@ def router(pool: AdminPool, settings: Settings, read_json: ReadJson, source: Sou
         return JSONResponse({"version": __version__, **await pool.cache_figures(), "settings": _in_force(settings)})
 
     async def prompt_of(body: dict[str, Any]) -> tuple[ChatRequest, Request]:
-        asked = _asked(body)
+        asked = _asked(body).asked_by(_key_named(body.get("api_key_name"), keys))
         engine = await pool.get(asked.model)
         asked = await with_pictures(engine, asked, source)
         tokens, vision = await asyncio.to_thread(prompt_tokens, engine, asked)
@@ -115,12 +182,19 @@ def router(pool: AdminPool, settings: Settings, read_json: ReadJson, source: Sou
             gone = await pool.forget_conversation(asked.model, prompt.cache_tokens(prompt.prompt), prompt.cache_salt)
             return JSONResponse(gone._asdict())
         fields = validated(ClearBody, body)
-        return JSONResponse((await pool.clear_cache(fields.model, _age(fields.older_than)))._asdict())
+        cleared = await pool.clear_cache(fields.model, _age(fields.older_than))
+        if not cleared.blocks and not cleared.images and fields.model is not None:
+            await _check_known(pool, fields.model)
+        return JSONResponse(cleared._asdict())
 
     routes = APIRouter(prefix="/admin")
-    routes.add_api_route("/cache_probe", figures, methods=["GET"])
-    routes.add_api_route("/cache_probe", probe, methods=["POST"])
-    routes.add_api_route("/cache/clear", clear, methods=["POST"])
+    busy = (404, 503)
+    all_of_it = documented("What the caches hold", answer=FiguresAnswer, errors=[503])
+    of_a_prompt = documented("What the cache has of a prompt", ProbeBody, ProbeAnswer, errors=busy)
+    deleted = documented("Delete blocks", AnyClearBody, ClearAnswer, errors=busy)
+    routes.add_api_route("/cache_probe", figures, methods=["GET"], **all_of_it)
+    routes.add_api_route("/cache_probe", probe, methods=["POST"], **of_a_prompt)
+    routes.add_api_route("/cache/clear", clear, methods=["POST"], **deleted)
     return routes
 
 
@@ -156,6 +230,25 @@ def _up_to_the_last_question(body: dict[str, Any]) -> dict[str, Any]:
     while end > 1 and isinstance(messages[end - 1], dict) and messages[end - 1].get("role") == "assistant":
         end -= 1
     return body | {"messages": messages[:end]}
+
+
+def _key_named(name: Any, keys: KeyRing) -> ApiKey:
+    """The API key whose cache a prompt is looked for in; its own salt is known here alone. Raises BadRequest."""
+    if name is None:
+        return ANYBODY
+    key = keys.named(name) if isinstance(name, str) else None
+    if key is None:
+        raise BadRequest("api_key_name: there is no API key of this name", param="api_key_name")
+    return key
+
+
+async def _check_known(pool: AdminPool, name: str) -> None:
+    """Raises NotFound for a model that is neither served nor has anything stored: it is a slip of the pen."""
+    if any(model.name == name for model in pool.models()):
+        return
+    stored = (await pool.cache_figures())["stored"]
+    if all(model["model"] != name for model in stored):
+        raise NotFound(f"no model {name!r} here, and no blocks of one")
 
 
 def _age(older_than: Any) -> int | None:

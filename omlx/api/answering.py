@@ -272,9 +272,10 @@ def _summary(model: str, request: Request, generated: int, outcome: str) -> str:
     stats = request.stats
     now = time.monotonic()
     waited = (stats.admitted or now) - stats.arrived
+    key = f"key={request.key_name} " if request.key_name else ""
     first = f"{stats.first_token - stats.arrived:.3f}s" if stats.first_token else "-"
     return (
-        f"model={model!r} prompt={len(request.prompt)} cached_ram={stats.cached_ram_tokens} "
+        f"model={model!r} {key}prompt={len(request.prompt)} cached_ram={stats.cached_ram_tokens} "
         f"cached_ssd={stats.cached_ssd_tokens} {_images(request)}ttft={first} generated={generated} "
         f"speed={_speed(request, generated, now)} queued={waited:.3f}s finish={outcome}"
     )

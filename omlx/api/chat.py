@@ -73,6 +73,15 @@ class VisionPrompts(Protocol):
         """Token ids, and the pictures in them: the k-th part {"type": "image"} is `pictures[k]`. Raises BadRequest."""
 
 
+class Asker(Protocol):
+    """Who asks (omlx.access.keys has the real one): a name for the log, and what separates the cache."""
+
+    @property
+    def name(self) -> str: ...
+
+    def cache_salt(self, asked: str = "") -> str: ...
+
+
 class EnginePool(EmbedderPool, Protocol):
     """All served models, as the server sees them (omlx.engine.pool has the real one).
 
@@ -148,7 +157,7 @@ class ChatRequest:
     `prompt` is a conversation, or text or token ids to be continued; `more_prompts` are further ones of the latter,
     answered side by side. Each prompt gets `n` choices. `echo`: a choice begins with its prompt's text.
     `sampling.max_tokens` 0 means as many as fit. `prompt_field` and `max_tokens_field` are how the dialect calls these
-    two.
+    two. `key_name` is the API key's, "" where none is asked for.
     """
 
     model: str
@@ -164,6 +173,11 @@ class ChatRequest:
     echo: bool = False
     tool_choice: ToolChoice = AUTO
     output_format: OutputFormat | None = None
+    key_name: str = ""
+
+    def asked_by(self, key: Asker) -> "ChatRequest":
+        """The same, as who came with this API key is answered: with its cache and under its name in the log."""
+        return replace(self, cache_salt=key.cache_salt(self.cache_salt), key_name=key.name)
 
     @property
     def continues_prompt(self) -> bool:
@@ -184,7 +198,15 @@ async def make_request(engine: Engine, asked: ChatRequest, request_id: str) -> R
         raise BadRequest("the prompt is empty", param=asked.prompt_field)
     _check_bias(engine, asked.sampling)
     sampling = replace(asked.sampling, max_tokens=_fitting(engine, asked, len(tokens)))
-    return Request(request_id, tokens, sampling, use_cache=asked.use_cache, cache_salt=asked.cache_salt, vision=vision)
+    return Request(
+        request_id,
+        tokens,
+        sampling,
+        use_cache=asked.use_cache,
+        cache_salt=asked.cache_salt,
+        vision=vision,
+        key_name=asked.key_name,
+    )
 
 
 def prompt_tokens(engine: Engine, asked: ChatRequest) -> tuple[list[int], PromptVision | None]:

@@ -18,10 +18,11 @@ import numpy as np
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from numpy.typing import NDArray
-from pydantic import Field
+from pydantic import BaseModel, Field
 from pydantic_core import to_json
 
 from omlx.api.openai_body import Body, Count, ListOfTokenIds, Texts, TokenIds, validated
+from omlx.api.openapi import documented
 from omlx.api.sse import until_disconnect
 from omlx.errors import BadRequest, OmlxError
 from omlx.request import EncoderInput, Text
@@ -94,12 +95,47 @@ class RerankBody(Body):
         return [document if isinstance(document, str) else document.text for document in self.documents]
 
 
-def router(pool: EmbedderPool, read_json: ReadJson) -> APIRouter:
-    """POST /v1/embeddings and /v1/rerank. `read_json` gives a request's body."""
+class InputUsage(BaseModel):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embedding(BaseModel):
+    """`embedding` is base64 of little-endian 32-bit floats where that was asked for."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingsAnswer(BaseModel):
+    object: Literal["list"]
+    data: list[Embedding]
+    model: str
+    usage: InputUsage
+
+
+class RankedDocument(BaseModel):
+    """`document` is there if `return_documents` was true."""
+
+    index: int
+    relevance_score: float
+    document: TextDocument | None = None
+
+
+class RerankAnswer(BaseModel):
+    id: str
+    model: str
+    results: list[RankedDocument]
+    usage: InputUsage
+
+
+def router(pool: EmbedderPool, read_json: ReadJson, key_name: Callable[[Request], str]) -> APIRouter:
+    """POST /v1/embeddings and /v1/rerank. `read_json` gives a request's body, `key_name` its API key's name or ""."""
 
     async def embeddings(http: Request) -> Response:
         asked = validated(EmbeddingsBody, await read_json(http))
-        with _logged(asked.model) as log:
+        with _logged(asked.model, key_name(http)) as log:
             embedder = await pool.get_embedder(asked.model)
             _check_able(embedder, asked.dimensions)
             inputs = log.inputs = await asyncio.to_thread(_embedding_inputs, embedder, asked)
@@ -108,15 +144,18 @@ def router(pool: EmbedderPool, read_json: ReadJson) -> APIRouter:
 
     async def rerank(http: Request) -> Response:
         asked = validated(RerankBody, await read_json(http))
-        with _logged(asked.model) as log:
+        with _logged(asked.model, key_name(http)) as log:
             embedder = await pool.get_embedder(asked.model)
             inputs = log.inputs = await asyncio.to_thread(_rerank_inputs, embedder, asked)
             rows = await until_disconnect(http.receive, embedder.encode(inputs))
         return _json(_rerank_body(asked, inputs, _scores(embedder, rows)))
 
     routes = APIRouter()
-    routes.add_api_route("/v1/embeddings", embeddings, methods=["POST"])
-    routes.add_api_route("/v1/rerank", rerank, methods=["POST"])
+    busy = (404, 503)
+    vectors_of = documented("Embeddings", EmbeddingsBody, EmbeddingsAnswer, errors=busy)
+    ranked = documented("Documents by relevance", RerankBody, RerankAnswer, errors=busy)
+    routes.add_api_route("/v1/embeddings", embeddings, methods=["POST"], **vectors_of)
+    routes.add_api_route("/v1/rerank", rerank, methods=["POST"], **ranked)
     return routes
 
 
@@ -255,7 +294,7 @@ class _Log:
 
 
 @contextmanager
-def _logged(model: str) -> Iterator[_Log]:
+def _logged(model: str, key_name: str) -> Iterator[_Log]:
     """One line when the block ends, however it does; the block notes the inputs."""
     started, outcome, log = time.monotonic(), "disconnected", _Log()
     try:
@@ -267,4 +306,5 @@ def _logged(model: str) -> Iterator[_Log]:
     finally:
         tokens = sum(len(item.ids) for item in log.inputs)
         took = time.monotonic() - started
-        logger.info(f"model={model!r} inputs={len(log.inputs)} tokens={tokens} took={took:.3f}s finish={outcome}")
+        key = f"key={key_name} " if key_name else ""
+        logger.info(f"model={model!r} {key}inputs={len(log.inputs)} tokens={tokens} took={took:.3f}s finish={outcome}")

@@ -6,11 +6,12 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
-from pydantic import Field
+from pydantic import BaseModel, Field
 
 from omlx.api import openai
 from omlx.api.chat import ChatPrompt, ChatRequest, Engine, EnginePool, encode, prompt_tokens, render
 from omlx.api.openai_body import Body, TokenIds, validated
+from omlx.api.openapi import documented
 from omlx.api.pictures import Source, with_pictures
 from omlx.errors import BadRequest
 
@@ -35,6 +36,19 @@ class DetokenizeBody(Body):
     tokens: TokenIds
 
 
+class TokenizeAnswer(BaseModel):
+    """`token_strs` are the tokenizer's own names of the tokens, if they were asked for."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class DetokenizeAnswer(BaseModel):
+    prompt: str
+
+
 def router(pool: EnginePool, read_json: Callable[[Request], Awaitable[dict[str, Any]]], source: Source) -> APIRouter:
     """The two routes. `read_json` gives a request's body, `source` the images of its messages."""
 
@@ -52,8 +66,11 @@ def router(pool: EnginePool, read_json: Callable[[Request], Awaitable[dict[str, 
         return JSONResponse(await asyncio.to_thread(detokenized, engine, fields))
 
     routes = APIRouter()
-    routes.add_api_route("/tokenize", tokenize, methods=["POST"])
-    routes.add_api_route("/detokenize", detokenize, methods=["POST"])
+    busy = (404, 503)
+    tokens_of = documented("Token ids of a prompt", TokenizeBody, TokenizeAnswer, errors=busy)
+    text_of = documented("The text of token ids", DetokenizeBody, DetokenizeAnswer, errors=busy)
+    routes.add_api_route("/tokenize", tokenize, methods=["POST"], **tokens_of)
+    routes.add_api_route("/detokenize", detokenize, methods=["POST"], **text_of)
     return routes
 
 

@@ -12,6 +12,8 @@ import httpx
 import uvicorn
 from fastapi import FastAPI
 
+from omlx.server import http_config
+
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
 COMPLETION = {"model": "tiny", "prompt": "hi"}
 
@@ -21,7 +23,7 @@ def call(app: FastAPI, method: str, path: str, **options: Any) -> httpx.Response
 
     async def send() -> httpx.Response:
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             return await client.request(method, path, **options)
 
     return asyncio.run(send())
@@ -45,7 +47,7 @@ def sse_chunks(body: str) -> list[dict[str, Any]]:
 @contextmanager
 def served(app: FastAPI) -> Iterator[str]:
     """The application behind a real server on a free port of this machine; gives its address."""
-    server = uvicorn.Server(uvicorn.Config(app, port=0, lifespan="on", ws="none", log_config=None, access_log=False))
+    server = uvicorn.Server(http_config(app, port=0))
     thread = threading.Thread(target=server.run)
     thread.start()
     try:

@@ -150,7 +150,7 @@ async def test_closing_a_stream_of_several_choices_stops_them_all(server):
     engine = await server.pool.get("tiny")
     body = {"messages": [user("hi")], "n": 3, "stream": True, "max_tokens": 3000, "ignore_eos": True, "model": "tiny"}
     transport = httpx.ASGITransport(server._app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
         task = asyncio.create_task(client.post("/v1/chat/completions", json=body))
         async with asyncio.timeout(10):
             while len(engine._streams) < 3:

@@ -26,7 +26,7 @@ def send_and_leave(address: str, body: dict, wait: float = 0.0, read: int = 0) -
     host, port = address.removeprefix("http://").split(":")
     content = json.dumps(body).encode()
     with socket.create_connection((host, int(port)), timeout=10) as client:
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n"
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(content)}\r\n\r\n"
         client.sendall(head.encode() + content)
         got = b""
         while len(got) < read:
@@ -95,8 +95,8 @@ def test_a_client_that_does_not_read_holds_up_nobody(address, engine):
     host, port = address.removeprefix("http://").split(":")
     content = json.dumps(CHAT | {"stream": True}).encode()
     with socket.create_connection((host, int(port)), timeout=10) as client:
-        client.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(content))
-        client.sendall(content)
+        client.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n")
+        client.sendall(b"Content-Length: %d\r\n\r\n" % len(content) + content)
         wait_until(lambda: engine.running)
         assert httpx.get(f"{address}/health").status_code == 200
         answer = httpx.post(f"{address}/v1/chat/completions", json=CHAT | {"max_tokens": 3})

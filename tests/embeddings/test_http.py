@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -235,3 +236,26 @@ def test_the_real_model_finds_the_answer(embedder_dir):
         with OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client:
             found = client.embeddings.create(model=name, input=question, dimensions=256)
     assert len(found.data[0].embedding) == 256 and found.usage.total_tokens == 9
+
+
+# ---- keys
+
+
+def test_the_log_line_has_the_name_of_the_api_key(home, caplog):
+    caplog.set_level(logging.INFO, "omlx.request")
+    settings = Settings(home=home, max_kv_cache_memory="1GB", hot_cache_max_size="64MB", api_key="sk-one,sk-two")
+    pool = EnginePool(settings.scheduler_config(), home)
+    asked = {
+        "embeddings": {"model": "vectors", "input": "a"},
+        "rerank": {"model": "scores", "query": "a", "documents": ["b"]},
+    }
+    with served(create_app(pool, settings)) as address:
+        for path, body in asked.items():
+            assert post(address, path, **body).status_code == 401
+            bearer = {"authorization": "Bearer sk-two"}
+            answer = httpx.post(f"{address}/v1/{path}", json=body, headers=bearer, timeout=60)
+            assert answer.status_code == 200
+    assert [line.split(" inputs=")[0] for line in caplog.messages if "took=" in line] == [
+        "model='vectors' key=key2",
+        "model='scores' key=key2",
+    ]

@@ -1,0 +1,1 @@
+"""Who may ask this server, from where, and how much at once."""

@@ -1,0 +1,170 @@
+"""How large a request may be and how long it may take to arrive.
+
+The head is bounded by h11 while it comes in (16 KB would be its own limit) and counted by `HeadLimit` when it is there,
+since h11 lets a larger one pass that came in one piece. The body is bounded where it is read.
+"""
+
+import asyncio
+import json
+import sys
+from http import HTTPStatus
+from typing import Any
+
+import h11
+from fastapi import Request
+from pydantic_core import from_json
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from omlx.api.events import Fault
+from omlx.api.refusal import error_body, refuse
+from omlx.errors import BadRequest
+from omlx.sizes import format_size
+
+# Path, query and all headers, together.
+MAX_HEAD_BYTES = 32 * 1024
+MAX_HEADERS = 100
+
+# A client has so long to send a request's head, then its body; and what it still sends after its answer.
+HEAD_S = 15.0
+BODY_S = 120.0
+REST_S = 10.0
+# A connection without a request is kept so long for the next one.
+KEEP_ALIVE_S = 30
+
+
+async def read_json(http: Request) -> dict[str, Any]:
+    """The body as a JSON object. Raises BadRequest; HTTPException 413 when it is too large, 408 when too slow."""
+    try:
+        async with asyncio.timeout(BODY_S):
+            body = await _read(http, http.app.state.max_request_size)
+    except TimeoutError:
+        raise HTTPException(408, f"the body did not come within {BODY_S:g} s") from None
+    try:
+        # Refuses what is no UTF-8, NaN, half of a surrogate pair, deep nesting and endless digits.
+        parsed = from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        raise BadRequest(f"the body is not valid JSON: {error}") from None
+    if not isinstance(parsed, dict):
+        raise BadRequest("the body must be a JSON object")
+    return parsed
+
+
+async def _read(http: Request, limit: int) -> bytearray:
+    """At most `limit` bytes, whatever was announced."""
+    length = http.headers.get("content-length", "")
+    body = bytearray()
+    if not (length.isdecimal() and (len(length) > 18 or int(length) > limit)):
+        async for chunk in http.stream():
+            body += chunk
+            if len(body) > limit:
+                break
+        else:
+            return body
+    raise HTTPException(413, f"the body is larger than {format_size(limit)} (--max-request-size)")
+
+
+class HeadLimit:
+    """Refuses requests whose path and headers are too large."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan" or not _is_too_large(scope):
+            await self._app(scope, receive, send)
+            return
+        await refuse(scope["path"][:200], _HEAD_TOO_LARGE)(scope, receive, send)
+
+
+def _is_too_large(scope: Scope) -> bool:
+    headers: list[tuple[bytes, bytes]] = scope["headers"]
+    size = len(scope.get("raw_path") or scope["path"].encode()) + len(scope["query_string"])
+    return len(headers) > MAX_HEADERS or size + sum(len(name) + len(value) for name, value in headers) > MAX_HEAD_BYTES
+
+
+_HEAD_TOO_LARGE = Fault(
+    431, f"path and headers are more than {format_size(MAX_HEAD_BYTES)} or {MAX_HEADERS} headers", code="head_too_large"
+)
+_NO_HTTP = Fault(400, "this is not a valid HTTP request", code="invalid_http")
+_HEAD_TOO_SLOW = Fault(408, f"the head of the request did not come within {HEAD_S:g} s", code="request_timeout")
+
+
+class PatientProtocol(H11Protocol):
+    """uvicorn's HTTP over h11, that is patient with slow clients for a while only, and refuses in JSON.
+
+    uvicorn itself waits for ever for the rest of a head, and reads on for ever what a client sends after its answer.
+    """
+
+    _has_answered = False
+    _timer: asyncio.TimerHandle | None = None
+    _waits_for = ""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._has_answered = True
+        self._watch()
+
+    def send_400_response(self, msg: str) -> None:
+        # uvicorn calls this while it handles h11's error, which says what was wrong.
+        error = sys.exception()
+        hint = error.error_status_hint if isinstance(error, h11.RemoteProtocolError) else 400
+        self._refuse(_HEAD_TOO_LARGE if hint == 431 else _NO_HTTP)
+
+    def _watch(self) -> None:
+        """Sets the timer for what the client is to do now; one that runs for the same thing already goes on."""
+        waits_for = self._expected()
+        if waits_for == self._waits_for:
+            return
+        self._stop_timer()
+        self._waits_for = waits_for
+        if waits_for and not self.transport.is_closing():
+            seconds, late = (HEAD_S, self._too_late) if waits_for == "head" else (REST_S, self.transport.close)
+            self._timer = self.loop.call_later(seconds, late)
+
+    def _expected(self) -> str:
+        """What the client has not sent yet: the first "head", or one that was begun; the "rest" of a request that was
+        answered."""
+        if self.conn.their_state is h11.IDLE and (self.conn.trailing_data[0] or not self._has_answered):
+            return "head"
+        return "rest" if self.conn.our_state is h11.DONE and self.conn.their_state is h11.SEND_BODY else ""
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer, self._waits_for = None, ""
+
+    def _too_late(self) -> None:
+        if self.conn.trailing_data[0]:
+            self._refuse(_HEAD_TOO_SLOW)
+        else:  # nothing was asked
+            self.transport.close()
+
+    def _refuse(self, fault: Fault) -> None:
+        """An answer without the application, if one can still be given, and the end of the connection."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            body = json.dumps(error_body("", fault)).encode()
+            headers = [
+                ("content-type", "application/json"),
+                ("content-length", str(len(body))),
+                ("connection", "close"),
+            ]
+            response = h11.Response(
+                status_code=fault.status, headers=headers, reason=HTTPStatus(fault.status).phrase.encode()
+            )
+            events = (response, h11.Data(data=body), h11.EndOfMessage())
+            self.transport.write(b"".join(self.conn.send(event) or b"" for event in events))
+        self.transport.close()

@@ -1,0 +1,99 @@
+"""Answers of the OpenAI dialect, as far as /openapi.json promises them; there may be more fields."""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel
+
+
+class CachedTokens(BaseModel):
+    cached_tokens: int
+
+
+class ReasoningTokens(BaseModel):
+    reasoning_tokens: int
+
+
+class Usage(BaseModel):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: CachedTokens
+    completion_tokens_details: ReasoningTokens
+
+
+class CalledFunction(BaseModel):
+    """`arguments` are JSON as the model wrote it."""
+
+    name: str
+    arguments: str
+
+
+class Call(BaseModel):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class AnswerMessage(BaseModel):
+    """`content` is null where the model only called tools."""
+
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    tool_calls: list[Call] | None = None
+    reasoning_content: str | None = None
+
+
+class ChatChoice(BaseModel):
+    index: int
+    message: AnswerMessage
+    logprobs: dict[str, Any] | None
+    finish_reason: Literal["stop", "length", "tool_calls"]
+
+
+class TextChoice(BaseModel):
+    index: int
+    text: str
+    logprobs: dict[str, Any] | None
+    finish_reason: Literal["stop", "length"]
+
+
+class Completion(BaseModel):
+    id: str
+    created: int
+    model: str
+    usage: Usage
+
+
+class ChatAnswer(Completion):
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+
+
+class CompletionAnswer(Completion):
+    object: Literal["text_completion"]
+    choices: list[TextChoice]
+
+
+class ModelAnswer(BaseModel):
+    """`context_length` and `max_model_len` are what is enforced; they are known of models in memory only.
+
+    `kind` says what the model is for: text, embedding or rerank.
+    """
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    kind: Literal["text", "embedding", "rerank"]
+    context_length: int | None = None
+    max_model_len: int | None = None
+
+
+class ModelsAnswer(BaseModel):
+    object: Literal["list"]
+    data: list[ModelAnswer]
+
+
+class StatusAnswer(BaseModel):
+    status: str

@@ -1,0 +1,197 @@
+"""Requests that are too large or too slow, over real sockets."""
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+
+from omlx.access import limits
+from omlx.server import create_app
+from omlx.settings import Settings
+from tests.api.fakes import FakePool
+from tests.api.serving import CHAT, call, served, wait_until
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> FastAPI:
+    return create_app(FakePool(), Settings(home=tmp_path, max_request_size=1000))
+
+
+@pytest.fixture
+def address(small: FastAPI) -> Iterator[tuple[str, int]]:
+    with served(small) as url:
+        host, port = url.removeprefix("http://").split(":")
+        yield host, int(port)
+
+
+def exchange(address: tuple[str, int], *parts: bytes, pause_s: float = 0.0) -> tuple[int, dict[str, Any], float]:
+    """Sends parts and reads until the server closes; gives status, error and seconds. Status 0: no answer at all."""
+    started = time.monotonic()
+    with socket.create_connection(address, timeout=10) as client:
+        for part in parts:
+            client.sendall(part)
+            time.sleep(pause_s)
+        got = b""
+        while piece := client.recv(65536):
+            got += piece
+    head, _, body = got.partition(b"\r\n\r\n")
+    status = int(head.split()[1]) if head else 0
+    return status, json.loads(body)["error"] if body else {}, time.monotonic() - started
+
+
+def first_answer(client: socket.socket) -> tuple[int, bytes]:
+    """Status and body of the next answer on a connection, which has to say how long it is."""
+    got = b""
+    while b"\r\n\r\n" not in got:
+        got += client.recv(65536)
+    head, _, body = got.partition(b"\r\n\r\n")
+    length = int(head.lower().split(b"content-length: ")[1].split()[0])
+    while len(body) < length:
+        body += client.recv(65536)
+    return int(head.split()[1]), body[:length]
+
+
+def test_a_body_over_the_limit_is_a_413_announced_or_not(small: FastAPI) -> None:
+    async def unannounced() -> Any:
+        for _ in range(11):
+            yield b" " * 100
+
+    for content in (b" " * 1001, unannounced()):
+        response = call(small, "POST", "/v1/completions", content=content)
+        assert response.status_code == 413
+        assert response.json()["error"]["code"] == "body_too_large"
+        assert "1000 B (--max-request-size)" in response.json()["error"]["message"]
+    assert call(small, "POST", "/v1/completions", content=b" " * 1000).status_code == 400
+
+
+def test_chunks_are_counted_as_they_come_and_not_waited_for(address: tuple[str, int]) -> None:
+    chunk = b"64\r\n" + b" " * 100 + b"\r\n"
+    with socket.create_connection(address, timeout=10) as client:
+        client.sendall(HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + chunk * 11)  # and no end
+        assert first_answer(client)[0] == 413
+
+
+def test_a_body_that_is_announced_too_large_is_not_read(address: tuple[str, int]) -> None:
+    for length in (b"1001", b"9" * 18, b"9" * 20):
+        with socket.create_connection(address, timeout=10) as client:
+            client.sendall(HEAD + b"Content-Length: " + length + b"\r\n\r\n")
+            assert first_answer(client)[0] == 413
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nX-Long: " + b"x" * limits.MAX_HEAD_BYTES + b"\r\n\r\n",
+        b"GET /v1/models?" + b"x" * limits.MAX_HEAD_BYTES + b" HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n" + b"X-A: b\r\n" * limits.MAX_HEADERS + b"\r\n",
+        b"GET /v1/models HTTP/1.1\r\nX-Endless: " + b"x" * (limits.MAX_HEAD_BYTES + 1),
+    ],
+)
+@pytest.mark.parametrize("slices", [1, 9])
+def test_a_head_over_the_limit_is_a_431(address: tuple[str, int], head: bytes, slices: int) -> None:
+    step = -(-len(head) // slices)
+    parts = [head[at : at + step] for at in range(0, len(head), step)]
+    with socket.create_connection(address, timeout=10) as client:
+        for part in parts[:-1]:
+            client.sendall(part)
+            time.sleep(0.01)
+        client.sendall(parts[-1])
+        status, body = first_answer(client)
+    assert (status, json.loads(body)["error"]["code"]) == (431, "head_too_large")
+
+
+def test_a_large_head_within_the_limit_is_let_through(address: tuple[str, int]) -> None:
+    url = f"http://{address[0]}:{address[1]}/v1/models"
+    assert httpx.get(url, headers={"x-long": "x" * (limits.MAX_HEAD_BYTES - 1000)}).status_code == 200
+
+
+@pytest.mark.parametrize("garbage", [b"\x16\x03\x01\x02\x00\x01\r\n\r\n", b"GET\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n"])
+def test_what_is_no_http_is_a_400_of_our_shape(address: tuple[str, int], garbage: bytes) -> None:
+    status, error, _ = exchange(address, garbage)
+    assert (status, error["code"], error["type"]) == (400, "invalid_http", "invalid_request_error")
+
+
+def test_garbage_behind_a_request_ends_the_connection_only(address: tuple[str, int]) -> None:
+    with socket.create_connection(address, timeout=10) as client:
+        client.sendall(HEAD + b"Content-Length: 2\r\n\r\n{}" + b"\0\0\r\n\r\n")
+        got = b""
+        while piece := client.recv(65536):
+            got += piece
+    assert got.count(b"HTTP/1.1 400 ") == 2 and b"invalid_http" in got
+    assert httpx.get(f"http://{address[0]}:{address[1]}/health").status_code == 200
+
+
+@pytest.mark.parametrize("parts", [(b"GET /health HTT",), (b"GET /health HTTP/1.1\r\n", b"X-A: b\r\n", b"X-C: d\r\n")])
+def test_a_head_that_does_not_end_is_given_up(
+    address: tuple[str, int], parts: tuple[bytes, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "HEAD_S", 0.5)
+    status, error, seconds = exchange(address, *parts, pause_s=0.1)
+    assert (status, error["code"]) == (408, "request_timeout")
+    assert 0.4 < seconds < 5
+
+
+def test_a_second_head_on_the_same_connection_has_its_time_too(
+    address: tuple[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "HEAD_S", 0.5)
+    with socket.create_connection(address, timeout=10) as client:
+        client.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert first_answer(client)[0] == 200
+        time.sleep(0.8)  # nothing is begun: the connection is kept
+        client.sendall(b"GET /heal")
+        assert first_answer(client)[0] == 408
+        assert client.recv(1000) == b""
+
+
+def test_a_connection_that_asks_nothing_is_closed_without_a_word(
+    address: tuple[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "HEAD_S", 0.3)
+    status, _, seconds = exchange(address)
+    assert status == 0 and 0.2 < seconds < 5
+
+
+def test_a_body_that_does_not_come_is_given_up(address: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "BODY_S", 0.3)
+    monkeypatch.setattr(limits, "REST_S", 0.3)
+    status, error, seconds = exchange(address, HEAD + b"Content-Length: 100\r\n\r\n{")
+    assert (status, error["code"]) == (408, "request_timeout")
+    assert "0.3 s" in error["message"] and 0.5 < seconds < 5  # and then what is left is not waited for either
+
+
+def test_who_sends_on_after_its_answer_is_cut_off(address: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "REST_S", 0.5)
+    with socket.create_connection(address, timeout=10) as client:
+        client.sendall(HEAD + b"Content-Length: 1000000000\r\n\r\n")
+        assert first_answer(client)[0] == 413
+        started = time.monotonic()
+
+        def cut_off() -> bool:
+            try:
+                client.sendall(b" " * 1000)
+            except OSError:
+                return True
+            return False
+
+        wait_until(cut_off, timeout_s=5)
+        assert time.monotonic() - started > 0.3
+
+
+def test_a_slow_answer_is_no_slow_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HEAD_S", "BODY_S", "REST_S"):
+        monkeypatch.setattr(limits, name, 0.2)
+    pool = FakePool()
+    pool.engine.token_s = 0.05
+    with served(create_app(pool, Settings(home=tmp_path))) as url:
+        for stream in (False, True):
+            answer = httpx.post(f"{url}/v1/chat/completions", json=CHAT | {"max_tokens": 12, "stream": stream})
+            assert answer.status_code == 200 and ("[DONE]" in answer.text) == stream

@@ -1,0 +1,99 @@
+"""Limits as they are enforced: context length, queue; and the shape of errors by path."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from omlx.api import refusal
+from omlx.api.events import Fault
+from omlx.server import create_app
+from omlx.settings import Settings
+from tests.admin.test_routes import Bench, serving
+from tests.api.fakes import FakePool
+from tests.api.serving import CHAT, COMPLETION, call
+
+
+@pytest.fixture
+def limited() -> dict[str, Any]:
+    """Room for fewer tokens than the tiny model's 4,096."""
+    return {"max_kv_cache_memory": str(512 * 1024)}
+
+
+async def enforced(bench: Bench) -> int:
+    listed = (await bench.get("/v1/models"))["data"][0]
+    shown = await bench.get("/v1/models/tiny")
+    assert listed == shown and listed["context_length"] == listed["max_model_len"]
+    found: int = shown["context_length"]
+    return found
+
+
+async def test_the_context_length_shown_is_the_one_enforced(
+    tiny_model_dir: Path, tmp_path: Path, limited: dict[str, Any]
+) -> None:
+    async with serving(tmp_path, tiny_model_dir, **limited) as bench:
+        length = await enforced(bench)
+        assert 256 <= length < 4096
+        body = {"model": "tiny", "prompt": [7] * (length - 2), "max_tokens": 2, "ignore_eos": True}
+        assert (await bench.call("POST", "/v1/completions", json=body)).status_code == 200
+        answer = await bench.call("POST", "/v1/completions", json=body | {"max_tokens": 3})
+        assert answer.status_code == 400
+        assert f"= {length + 1} is more than the context length of {length} tokens" in answer.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("characters", [5_000, 500_000])
+async def test_an_over_long_prompt_is_a_400_with_both_numbers_everywhere(
+    tiny_model_dir: Path, tmp_path: Path, limited: dict[str, Any], stream: bool, characters: int
+) -> None:
+    text = "x" * characters
+    async with serving(tmp_path, tiny_model_dir, **limited) as bench:
+        length = await enforced(bench)
+        bodies = {
+            "/v1/chat/completions": {"messages": [{"role": "user", "content": text}]},
+            "/v1/completions": {"prompt": text},
+        }
+        for path, body in bodies.items():
+            answer = await bench.call("POST", path, json={"model": "tiny", "stream": stream} | body)
+            error = answer.json()["error"]
+            assert (answer.status_code, error["code"]) == (400, "context_length_exceeded")
+            assert error["param"] == next(iter(body))
+            assert f" {length} tokens" in error["message"] or f"of {length} tokens" in error["message"]
+            numbers = [int(word) for word in error["message"].split() if word.isdecimal()]
+            assert max(numbers) >= characters
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_full_queue_is_a_503_that_says_when_to_come_again(
+    tiny_model_dir: Path, tmp_path: Path, stream: bool
+) -> None:
+    options = {"max_concurrent_requests": 1, "max_waiting_requests": 1}
+    async with serving(tmp_path, tiny_model_dir, **options) as bench:
+        long = {"model": "tiny", "prompt": "hi", "max_tokens": 2000, "ignore_eos": True}
+        running = [asyncio.create_task(bench.call("POST", "/v1/completions", json=long)) for _ in range(2)]
+        while (await bench.get())["total"]["running_requests"] < 1:
+            await asyncio.sleep(0.01)
+        for path, body in (("/v1/chat/completions", CHAT), ("/v1/completions", COMPLETION)):
+            answer = await bench.call("POST", path, json=body | {"stream": stream})
+            assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
+            assert answer.headers["content-type"] == "application/json"
+            assert answer.json()["error"]["code"] == "overloaded"
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+
+def test_errors_have_the_shape_of_their_paths_dialect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def other(fault: Fault) -> dict[str, Any]:
+        return {"other": fault.status}
+
+    monkeypatch.setitem(refusal.ERROR_BODIES, "/v1/messages", other)
+    app = create_app(FakePool(), Settings(home=tmp_path, api_key="s3cret"))
+    key = {"x-api-key": "s3cret"}
+    for path in ("/v1/messages", "/v1/messages/count_tokens", "/v1/messages/"):
+        assert call(app, "POST", path).json() == {"other": 401}
+        assert call(app, "POST", path, headers=key).json() == {"other": 404}
+        assert call(app, "POST", path, headers=key | {"x-long": "x" * 40_000}).json() == {"other": 431}
+    for path in ("/v1/messagesx", "/v1", "/x/v1/messages"):
+        assert set(call(app, "POST", path).json()) == set(call(app, "POST", path, headers=key).json()) == {"error"}
