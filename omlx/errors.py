@@ -12,13 +12,22 @@ class OmlxError(Exception):
 class BadRequest(OmlxError):
     """The caller sent something that can never work (HTTP 400).
 
-    `param` names the request field, where there is one; `code` is OpenAI's error code.
+    `param` names the request field, where there is one; `code` is OpenAI's error code. `too_long`: how many tokens a
+    prompt has, and how many it may have.
     """
 
-    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        too_long: tuple[int, int] | None = None,
+    ) -> None:
         super().__init__(message)
         self.param = param
         self.code = code
+        self.too_long = too_long
 
 
 class NotFound(OmlxError):

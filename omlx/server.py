@@ -23,8 +23,10 @@ from omlx.access.cross_origin import CrossOrigin
 from omlx.access.keys import KeyRing
 from omlx.access.limits import KEEP_ALIVE_S, MAX_HEAD_BYTES, HeadLimit, PatientProtocol, read_json
 from omlx.admin import routes as admin
-from omlx.api import embeddings, openai, sse, tokens
+from omlx.api import anthropic, embeddings, openai, sse, tokens
 from omlx.api.answering import answer_events, collect
+from omlx.api.anthropic_answer import CountAnswer, MessageAnswer, MessagesErrorAnswer
+from omlx.api.anthropic_body import CountBody, MessagesBody
 from omlx.api.chat import EnginePool, Parse, ServedModel
 from omlx.api.events import INTERNAL_FAULT, Fault, fault_of
 from omlx.api.generation import make_generation
@@ -80,6 +82,7 @@ def create_app(pool: admin.AdminPool, settings: Settings) -> FastAPI:
     keys = KeyRing(settings)
     source = ImageSource(settings.allow_remote_images, settings.allow_local_images)
     _add_routes(app, pool, source)
+    _add_anthropic_routes(app, pool, source)
     app.include_router(embeddings.router(pool, read_json, lambda http: api_key_of(http).name))
     app.include_router(tokens.router(pool, read_json, source))
     app.include_router(admin.router(pool, settings, read_json, source, keys))
@@ -115,15 +118,31 @@ class _StopOnce:
         await self._task
 
 
+def _endpoint(pool: EnginePool, parse: Parse, source: Source) -> Callable[[Request], Awaitable[Response]]:
+    async def generate(http: Request) -> Response:
+        return await answer(http, pool, parse, source)
+
+    return generate
+
+
+def _add_anthropic_routes(app: FastAPI, pool: EnginePool, source: Source) -> None:
+    async def count(http: Request) -> Response:
+        asked = anthropic.parse_count(await read_json(http)).asked_by(api_key_of(http))
+        engine = await pool.get(asked.model)
+        return JSONResponse(await anthropic.count_tokens(engine, await with_pictures(engine, asked, source)))
+
+    busy = (404, 503)
+    shape = MessagesErrorAnswer
+    message = documented("Message", MessagesBody, MessageAnswer, stream=True, errors=busy, error=shape)
+    counted = documented("Tokens of a message", CountBody, CountAnswer, errors=busy, error=shape)
+    generate = _endpoint(pool, anthropic.parse_messages, source)
+    app.add_api_route("/v1/messages", generate, methods=["POST"], **message)
+    app.add_api_route("/v1/messages/count_tokens", count, methods=["POST"], **counted)
+
+
 def _add_routes(app: FastAPI, pool: EnginePool, source: Source) -> None:
-    def endpoint(parse: Parse) -> Callable[[Request], Awaitable[Response]]:
-        async def generate(http: Request) -> Response:
-            return await answer(http, pool, parse, source)
-
-        return generate
-
     async def models() -> Response:
-        return JSONResponse({"object": "list", "data": [await _model_body(pool, model) for model in pool.models()]})
+        return JSONResponse(openai.models_body([await _model_body(pool, model) for model in pool.models()]))
 
     async def model(http: Request) -> Response:
         name = http.path_params["name"]
@@ -142,8 +161,9 @@ def _add_routes(app: FastAPI, pool: EnginePool, source: Source) -> None:
     busy = (404, 503)
     chat = documented("Chat completion", ChatBody, ChatAnswer, stream=True, errors=busy)
     completion = documented("Text completion", CompletionBody, CompletionAnswer, stream=True, errors=busy)
-    app.add_api_route("/v1/chat/completions", endpoint(openai.parse_chat), methods=["POST"], **chat)
-    app.add_api_route("/v1/completions", endpoint(openai.parse_completion), methods=["POST"], **completion)
+    app.add_api_route("/v1/chat/completions", _endpoint(pool, openai.parse_chat, source), methods=["POST"], **chat)
+    complete = _endpoint(pool, openai.parse_completion, source)
+    app.add_api_route("/v1/completions", complete, methods=["POST"], **completion)
     app.add_api_route("/v1/models", models, methods=["GET"], **documented("The models served", answer=ModelsAnswer))
     named = documented("One model", answer=ModelAnswer, errors=[404], path=["name"])
     app.add_api_route("/v1/models/{name:path}", model, methods=["GET"], **named)

@@ -23,6 +23,7 @@ from omlx.api.events import (
     Piece,
     Progress,
     ReasoningPiece,
+    Started,
     TextPiece,
     TokenText,
     ToolCall,
@@ -71,6 +72,11 @@ async def answer_events(engine: TextEngine, generation: Generation, *, model: st
         async for event in events:
             yield event
     yield Finished(_usage(generation, runs))
+
+
+def started(generation: Generation) -> Started:
+    requests = generation.prompts
+    return Started(sum(len(request.prompt) for request in requests), sum(r.stats.cached_tokens for r in requests))
 
 
 def progress(generation: Generation) -> Progress:

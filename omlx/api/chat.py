@@ -157,7 +157,8 @@ class ChatRequest:
     `prompt` is a conversation, or text or token ids to be continued; `more_prompts` are further ones of the latter,
     answered side by side. Each prompt gets `n` choices. `echo`: a choice begins with its prompt's text.
     `sampling.max_tokens` 0 means as many as fit. `prompt_field` and `max_tokens_field` are how the dialect calls these
-    two. `key_name` is the API key's, "" where none is asked for.
+    two, `format_field` the one that `output_format` comes from. With `fewer_tokens` a limit that does not fit behind
+    the prompt is cut down, else it is refused. `key_name` is the API key's, "" where none is asked for.
     """
 
     model: str
@@ -173,6 +174,8 @@ class ChatRequest:
     echo: bool = False
     tool_choice: ToolChoice = AUTO
     output_format: OutputFormat | None = None
+    format_field: str = "response_format"
+    fewer_tokens: bool = False
     key_name: str = ""
 
     def asked_by(self, key: Asker) -> "ChatRequest":
@@ -267,6 +270,8 @@ def _fitting(engine: Engine, asked: ChatRequest, prompt_tokens: int) -> int:
     wanted, limit = asked.sampling.max_tokens, engine.context_length
     if prompt_tokens + max(wanted, 1) <= limit:
         return wanted or limit - prompt_tokens
+    if prompt_tokens < limit and asked.fewer_tokens:
+        return limit - prompt_tokens
     if prompt_tokens < limit:
         message = f"{prompt_tokens} prompt tokens + {wanted} {asked.max_tokens_field} = {prompt_tokens + wanted}"
         param = asked.max_tokens_field
@@ -276,6 +281,7 @@ def _fitting(engine: Engine, asked: ChatRequest, prompt_tokens: int) -> int:
         f"{message} is more than the context length of {limit} tokens{engine.context_note}",
         param=param,
         code="context_length_exceeded",
+        too_long=(prompt_tokens, limit) if prompt_tokens >= limit else None,
     )
 
 

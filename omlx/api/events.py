@@ -41,6 +41,14 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True)
+class Started:
+    """A stream begins: tokens of its prompts, and how many of them need not be computed as far as is known by now."""
+
+    prompt_tokens: int
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class Progress:
     """The prompt is still being worked on (or waits): tokens done, of all. Also sent while a long call is collected."""
 
@@ -112,7 +120,10 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Why there is no (more) answer: what a client is told, and the HTTP status if it can still be set."""
+    """Why there is no (more) answer: what a client is told, and the HTTP status if it can still be set.
+
+    `too_long` is of a prompt that has more tokens than it may have: both numbers.
+    """
 
     status: int
     message: str
@@ -120,11 +131,12 @@ class Fault:
     param: str | None = None
     code: str | None = None
     retry_after_s: int | None = None
+    too_long: tuple[int, int] | None = None
 
 
 Piece = TextPiece | ReasoningPiece | CallStart | CallArguments | CallEnd
 AnswerEvent = Piece | ChoiceEnd | Finished
-Event = Progress | AnswerEvent | Fault
+Event = Started | Progress | AnswerEvent | Fault
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +185,7 @@ class Dialect(Protocol):
     """How one API writes one answer. Made for a request by the dialect's parse function.
 
     `request_id` goes into every part of the answer. `frames` turns the events of one answer, in their
-    order, into server-sent-event frames; `body` makes the JSON of a whole answer.
+    order, into server-sent-event frames (the first is Started); `body` makes the JSON of a whole answer.
     """
 
     @property
@@ -187,7 +199,7 @@ class Dialect(Protocol):
 def fault_of(error: OmlxError) -> Fault:
     """What a client is told about an error; the class decides, never the text."""
     if isinstance(error, BadRequest):
-        return Fault(400, str(error), param=error.param, code=error.code)
+        return Fault(400, str(error), param=error.param, code=error.code, too_long=error.too_long)
     if isinstance(error, NotFound):
         return Fault(404, str(error), param="model", code="model_not_found")
     if isinstance(error, Overloaded):

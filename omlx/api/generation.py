@@ -73,7 +73,7 @@ def _naming_field(asked: ChatRequest) -> Iterator[None]:
     try:
         yield
     except BadRequest as error:
-        field = "response_format" if asked.output_format is not None else "tools"
+        field = asked.format_field if asked.output_format is not None else "tools"
         raise BadRequest(f"{field}: it cannot be enforced: {error}", param=field) from error
 
 

@@ -5,6 +5,7 @@ import math
 import time
 import uuid
 from dataclasses import replace
+from datetime import UTC, datetime
 from typing import Any
 
 from omlx.api.chat import ChatPrompt, ChatRequest, ImagePart
@@ -21,6 +22,7 @@ from omlx.api.events import (
     Piece,
     Progress,
     ReasoningPiece,
+    Started,
     TextPiece,
     TokenText,
     ToolCall,
@@ -80,11 +82,25 @@ def error_body(fault: Fault) -> dict[str, Any]:
 
 
 def model_body(name: str, created: int, context_length: int | None) -> dict[str, Any]:
-    """One entry of /v1/models; the context length where it is known, by the two names clients look for."""
+    """One entry of /v1/models, which the clients of Anthropic's API read as well.
+
+    The context length is there where it is known, by the names that clients look for.
+    """
     body: dict[str, Any] = {"id": name, "object": "model", "created": created, "owned_by": "omlx"}
+    body |= {"type": "model", "display_name": name, "created_at": _rfc3339(created), "lifecycle": "active"}
     if context_length is not None:
-        body |= {"context_length": context_length, "max_model_len": context_length}
+        body |= dict.fromkeys(("context_length", "max_model_len", "max_input_tokens", "max_tokens"), context_length)
     return body
+
+
+def models_body(models: list[dict[str, Any]]) -> dict[str, Any]:
+    """GET /v1/models: always all of them on one page."""
+    ends = {"first_id": models[0]["id"], "last_id": models[-1]["id"]} if models else {"first_id": None, "last_id": None}
+    return {"object": "list", "data": models, "has_more": False, **ends}
+
+
+def _rfc3339(seconds: int) -> str:
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def _request(
@@ -226,6 +242,8 @@ class OpenAIDialect:
 
     def frames(self, event: Event) -> list[str]:
         """Server-sent events for one event of the answer."""
+        if isinstance(event, Started):
+            return []
         if isinstance(event, Progress):
             return [_comment(event)]
         if isinstance(event, Fault):

@@ -76,7 +76,7 @@ class CompletionAnswer(Completion):
 
 
 class ModelAnswer(BaseModel):
-    """`context_length` and `max_model_len` are what is enforced; they are known of models in memory only.
+    """`context_length` is what is enforced, and so are its other names; it is known of models in memory only.
 
     `kind` says what the model is for: text, embedding or rerank.
     """
@@ -86,13 +86,22 @@ class ModelAnswer(BaseModel):
     created: int
     owned_by: str
     kind: Literal["text", "embedding", "rerank"]
+    type: Literal["model"]
+    display_name: str
+    created_at: str
+    lifecycle: Literal["active"]
     context_length: int | None = None
     max_model_len: int | None = None
+    max_input_tokens: int | None = None
+    max_tokens: int | None = None
 
 
 class ModelsAnswer(BaseModel):
     object: Literal["list"]
     data: list[ModelAnswer]
+    has_more: bool
+    first_id: str | None
+    last_id: str | None
 
 
 class StatusAnswer(BaseModel):

@@ -4,7 +4,7 @@ Unknown fields are ignored. null is the same as absent.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -31,10 +31,18 @@ Texts = Annotated[list[str], Field(fail_fast=True)]
 ListOfTokenIds = Annotated[list[TokenIds], Field(fail_fast=True)]
 
 
+# Names of fields, of all bodies.
+_FIELDS: set[str] = set()
+
+
 class Body(BaseModel):
     """Types are taken as they are: "1" is no number, true is no integer."""
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        _FIELDS.update(field.alias or name for name, field in cls.model_fields.items())
 
 
 class StreamOptions(Body):
@@ -142,14 +150,9 @@ class CompletionBody(GenerationBody):
 
 B = TypeVar("B", bound=Body)
 
-_MODELS: tuple[type[Body], ...] = (
-    ChatBody, CompletionBody, Message, StreamOptions, MessageCall, CalledFunction, Tool, Function, NamedTool,
-    NamedFunction, ResponseFormat, JsonSchema,
-)  # fmt: skip
-_FIELDS = {field.alias or name for model in _MODELS for name, field in model.model_fields.items()}
-
 # Fields that ask for what there is not, and what they may hold all the same.
-NOT_SUPPORTED: dict[str, Callable[[Any], bool]] = {
+NotSupported = Mapping[str, Callable[[Any], bool]]
+NOT_SUPPORTED: NotSupported = {
     "audio": lambda value: False,
     "continue_final_message": lambda value: value is False,
     "function_call": lambda value: value == "none",
@@ -161,18 +164,18 @@ NOT_SUPPORTED: dict[str, Callable[[Any], bool]] = {
 }
 
 
-def validated(model: type[B], body: dict[str, Any]) -> B:
+def validated(model: type[B], body: dict[str, Any], not_supported: NotSupported = NOT_SUPPORTED) -> B:
     """The body with its types and ranges checked. Raises BadRequest, which names the field."""
-    refuse_not_supported(body)
+    refuse_not_supported(body, not_supported)
     try:
         return model.model_validate(body)
     except ValidationError as error:
         raise _bad_request(error) from None
 
 
-def refuse_not_supported(body: dict[str, Any]) -> None:
+def refuse_not_supported(body: dict[str, Any], not_supported: NotSupported = NOT_SUPPORTED) -> None:
     """Raises BadRequest for fields that would be ignored although the answer depends on them."""
-    for name, is_harmless in NOT_SUPPORTED.items():
+    for name, is_harmless in not_supported.items():
         value = body.get(name)
         if value is not None and not is_harmless(value):
             raise BadRequest(

@@ -6,7 +6,7 @@ from typing import Any
 
 from fastapi.responses import JSONResponse, Response
 
-from omlx.api import openai
+from omlx.api import anthropic, openai
 from omlx.api.events import Fault
 
 logger = logging.getLogger("omlx.server")
@@ -14,7 +14,7 @@ logger = logging.getLogger("omlx.server")
 ErrorBody = Callable[[Fault], dict[str, Any]]
 
 # Paths whose clients expect errors in another shape than OpenAI's: a path, which stands for those below it too.
-ERROR_BODIES: dict[str, ErrorBody] = {}
+ERROR_BODIES: dict[str, ErrorBody] = {"/v1/messages": anthropic.error_body}
 
 
 def error_body(path: str, fault: Fault) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from omlx.api.answering import Generation, progress
+from omlx.api.answering import Generation, progress, started
 from omlx.api.events import INTERNAL_FAULT, AnswerEvent, Dialect, Event, fault_of
 from omlx.errors import OmlxError
 
@@ -100,6 +100,7 @@ class EventStreamResponse(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send_events(self, send: Send) -> None:
+        await self._send(send, started(self._generation))
         pause = 0.0  # `begin` has waited already
         while True:
             # A connection on which nothing comes for long is taken for dead, be it the prompt that takes its time

@@ -1,0 +1,83 @@
+"""Bodies of the Anthropic dialect: which fields there are, their types and ranges.
+
+Unknown fields are ignored. null is the same as absent. The blocks of messages are taken apart in `anthropic_prompt`.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from omlx.api.openai_body import MAX_STOPS, MAX_TOOLS, Body, NotSupported, StopText, ToolName
+
+# Anthropic's own limit.
+MAX_MESSAGES = 100_000
+
+Blocks = list[dict[str, Any]]
+
+# Fields that ask for what there is not, and what they may hold all the same.
+NOT_SUPPORTED: NotSupported = {
+    "container": lambda value: False,
+    "mcp_servers": lambda value: value == [],
+}
+
+
+class Message(Body):
+    role: Literal["user", "assistant", "system"]
+    content: str | Annotated[Blocks, Field(min_length=1)]
+
+
+class Tool(Body):
+    """`type` is not looked at here: other types than these have other fields."""
+
+    type: str | None = None
+    name: ToolName | None = None
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Choice(Body):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(Body):
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
+    budget_tokens: Annotated[int, Field(ge=1024, le=2**31 - 1)] | None = None
+
+
+class Format(Body):
+    type: Literal["json_schema"]
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+
+
+class OutputConfig(Body):
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: Format | None = None
+
+
+class CountBody(Body):
+    """What makes the prompt, and what of the rest is shared by both endpoints."""
+
+    model: Annotated[str, Field(min_length=1, max_length=500)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    system: str | Blocks | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_choice: Choice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    output_format: Format | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class MessagesBody(CountBody):
+    max_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)]
+    stop_sequences: Annotated[list[StopText], Field(max_length=MAX_STOPS)] | None = None
+    stream: bool | None = None
+    temperature: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    cache: bool | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=500)] | None = None
