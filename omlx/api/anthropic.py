@@ -9,7 +9,7 @@ from typing import Any, Literal
 from pydantic_core import from_json
 
 from omlx.api.anthropic_body import NOT_SUPPORTED, CountBody, Format, MessagesBody, Tool
-from omlx.api.anthropic_prompt import CALL_PREFIX, conversation
+from omlx.api.anthropic_prompt import conversation, told_id
 from omlx.api.chat import ChatPrompt, ChatRequest, Engine, OutputFormat, ToolChoice, prompt_tokens
 from omlx.api.events import (
     Answer,
@@ -319,7 +319,7 @@ def _block(part: TextPiece | ReasoningPiece | ToolCall) -> dict[str, Any]:
         return {"type": "thinking", "thinking": part.text, "signature": _SIGNATURE}
     return {
         "type": "tool_use",
-        "id": f"{CALL_PREFIX}{part.call_id}",
+        "id": told_id(part.call_id),
         "name": part.name,
         "input": _input(part.arguments),
     }

@@ -1,6 +1,8 @@
 """From the messages and blocks of the Anthropic dialect to a conversation for the chat template."""
 
+import re
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -9,8 +11,9 @@ from omlx.api.chat import ImagePart
 from omlx.api.openai_tools import with_names
 from omlx.errors import BadRequest
 
-# Before the id that the model's own format gave a call: the same text comes back with the call's result.
-CALL_PREFIX = "toolu_"
+# Before the id that a call has in the model's own format: templates may want to see that one again.
+_CALL_PREFIX = "toolu_"
+_HEX_PREFIX = "toolu_hex-"
 # What stands in a result for an image, which follows it.
 _IMAGE_BELOW = "[image]"
 
@@ -45,6 +48,21 @@ class _Block(NamedTuple):
         error = self.wrong(f"{kind[:80]!r} blocks are not supported {where}")
         error.code = "unsupported_parameter"
         return error
+
+
+def told_id(call_id: str) -> str:
+    """The id of a call as clients are told, who take no other characters than these."""
+    if re.fullmatch(r"[a-zA-Z0-9_-]+", call_id):
+        return _CALL_PREFIX + call_id
+    return _HEX_PREFIX + call_id.encode().hex()
+
+
+def own_id(told: str) -> str:
+    """The id that a call had before it was told; that of another server's call without its prefix."""
+    if told.startswith(_HEX_PREFIX):
+        with suppress(ValueError):
+            return bytes.fromhex(told.removeprefix(_HEX_PREFIX)).decode()
+    return told.removeprefix(_CALL_PREFIX)
 
 
 def conversation(fields: CountBody) -> tuple[list[dict[str, Any]], tuple[ImagePart, ...]]:
@@ -145,7 +163,7 @@ class _UserTurn:
         return {
             "role": "tool",
             "content": f"Error: {text}" if failed else text,
-            "tool_call_id": block.text("tool_use_id").removeprefix(CALL_PREFIX),
+            "tool_call_id": own_id(block.text("tool_use_id")),
         }
 
     def _in_result(self, block: _Block) -> str:
@@ -245,4 +263,4 @@ def _call(block: _Block) -> dict[str, Any]:
     if not name or len(name) > 200:
         raise block.wrong("name has to have 1 to 200 characters")
     function = {"name": name, "arguments": arguments}
-    return {"id": block.text("id").removeprefix(CALL_PREFIX), "type": "function", "function": function}
+    return {"id": own_id(block.text("id")), "type": "function", "function": function}

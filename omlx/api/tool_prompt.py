@@ -67,18 +67,19 @@ def without_billing_line(messages: Sequence[dict[str, Any]]) -> list[dict[str, A
 def spelled_out(messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Messages for a template that knows no tools: these, calls and results become text.
 
-    The tools are explained at the end of the first system message, or in one of their own.
+    The tools are explained at the end of the first system message, or in one of their own. Results are the user's, and
+    one message with what the user says behind them: many templates want user and assistant in turn.
     """
     spelled: list[dict[str, Any]] = []
     results = False
     for message in messages:
-        if message["role"] != "tool":
-            spelled.append(_with_calls(message))
-        elif results:  # one message for all: many templates want user and assistant in turn
-            spelled[-1] = spelled[-1] | {"content": f"{spelled[-1]['content']}\n{_result(message)}"}
+        is_result = message["role"] == "tool"
+        said = {"role": "user", "content": _result(message)} if is_result else _with_calls(message)
+        if results and said["role"] == "user":
+            spelled[-1] = spelled[-1] | {"content": _behind(spelled[-1]["content"], said["content"])}
         else:
-            spelled.append({"role": "user", "content": _result(message)})
-        results = message["role"] == "tool"
+            spelled.append(said)
+        results = is_result
     if not tools:
         return spelled
     explanation = _EXPLANATION.format(tools="\n".join(_json(tool["function"]) for tool in tools))
@@ -86,6 +87,11 @@ def spelled_out(messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, An
         first = spelled[0] | {"content": f"{spelled[0]['content']}\n\n{explanation}"}
         return [first, *spelled[1:]]
     return [{"role": "system", "content": explanation}, *spelled]
+
+
+def _behind(results: str, said: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+    """Results, and a text behind them or, with images, parts."""
+    return f"{results}\n{said}" if isinstance(said, str) else [{"type": "text", "text": results}, *said]
 
 
 def _with_calls(message: dict[str, Any]) -> dict[str, Any]:
