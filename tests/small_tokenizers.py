@@ -11,6 +11,7 @@ CHAT_TEMPLATE = (
     "<{{ message.role }}>{{ message.content }}\n"
     "{% endfor %}"
     "{% if style %}[{{ style }}]{% endif %}{% if reasoning_effort %}({{ reasoning_effort }}){% endif %}"
+    "{% if enable_thinking %}(thinks){% endif %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 

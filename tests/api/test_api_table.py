@@ -6,10 +6,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from anthropic.types import message_count_tokens_params as counts
+from anthropic.types import message_create_params as messages
 from openai.types import completion_create_params as completions
 from openai.types.chat import completion_create_params as chats
 from tokenizers.processors import TemplateProcessing
 
+from omlx.api import anthropic_body
+from omlx.api.anthropic_body import CountBody, MessagesBody
 from omlx.api.openai_body import NOT_SUPPORTED, Body, ChatBody, CompletionBody
 from omlx.api.tokens import DetokenizeBody, TokenizeBody
 from tests.api.serving import CHAT, COMPLETION, call
@@ -18,6 +22,8 @@ ROOT = Path(__file__).resolve().parents[2]
 BASES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": CHAT,
     "/v1/completions": COMPLETION,
+    "/v1/messages": CHAT | {"max_tokens": 100},
+    "/v1/messages/count_tokens": CHAT,
     "/tokenize": {"model": "tiny", "prompt": "hi"},
     "/detokenize": {"model": "tiny", "tokens": [1]},
 }
@@ -25,6 +31,8 @@ BASES: dict[str, dict[str, Any]] = {
 KNOWN: dict[str, tuple[type[Body], set[str]]] = {
     "/v1/chat/completions": (ChatBody, {*chats.CompletionCreateParamsBase.__annotations__, "stream"}),
     "/v1/completions": (CompletionBody, {*completions.CompletionCreateParamsBase.__annotations__, "stream"}),
+    "/v1/messages": (MessagesBody, {*messages.MessageCreateParamsBase.__annotations__, *anthropic_body.NOT_SUPPORTED}),
+    "/v1/messages/count_tokens": (CountBody, {*counts.MessageCountTokensParams.__annotations__}),
     "/tokenize": (TokenizeBody, set()),
     "/detokenize": (DetokenizeBody, set()),
 }
@@ -116,6 +124,9 @@ def check_refused(app, row: Row, fields: dict[str, Any]) -> None:
     response = call(app, "POST", row.path, json=BASES[row.path] | fields)
     assert response.status_code == 400, response.text
     error = response.json()["error"]
+    if row.path.startswith("/v1/messages"):  # the message names the field there
+        assert re.match(re.escape(row.name) + r"[.\[: ]", error["message"]), error
+        return
     assert re.match(re.escape(row.name) + r"($|[.\[])", error["param"]), error
     assert row.name in error["message"]
 
@@ -124,7 +135,7 @@ def check_refused(app, row: Row, fields: dict[str, Any]) -> None:
 def test_every_field_has_a_row(path):
     body, of_client = KNOWN[path]
     fields = {field.alias or name for name, field in body.model_fields.items()} | of_client
-    if path.startswith("/v1/"):
+    if path.endswith("completions"):
         fields |= NOT_SUPPORTED.keys() & {"prompt_logprobs", *of_client}
     assert {row.name for row in rows() if row.path == path} >= fields
 

@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 
-from omlx.api import refusal
-from omlx.api.events import Fault
 from omlx.server import create_app
 from omlx.settings import Settings
 from tests.admin.test_routes import Bench, serving
@@ -74,26 +72,31 @@ async def test_a_full_queue_is_a_503_that_says_when_to_come_again(
         running = [asyncio.create_task(bench.call("POST", "/v1/completions", json=long)) for _ in range(2)]
         while (await bench.get())["total"]["running_requests"] < 1:
             await asyncio.sleep(0.01)
-        for path, body in (("/v1/chat/completions", CHAT), ("/v1/completions", COMPLETION)):
+        messages = CHAT | {"max_tokens": 5}
+        bodies = {"/v1/chat/completions": CHAT, "/v1/completions": COMPLETION, "/v1/messages": messages}
+        for path, body in bodies.items():
             answer = await bench.call("POST", path, json=body | {"stream": stream})
             assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
             assert answer.headers["content-type"] == "application/json"
-            assert answer.json()["error"]["code"] == "overloaded"
+            error = answer.json()["error"]
+            assert "overloaded" in (error["type"] if path == "/v1/messages" else error["code"])
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
 
 
-def test_errors_have_the_shape_of_their_paths_dialect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def other(fault: Fault) -> dict[str, Any]:
-        return {"other": fault.status}
-
-    monkeypatch.setitem(refusal.ERROR_BODIES, "/v1/messages", other)
+def test_errors_have_the_shape_of_their_paths_dialect(tmp_path: Path) -> None:
     app = create_app(FakePool(), Settings(home=tmp_path, api_key="s3cret"))
     key = {"x-api-key": "s3cret"}
-    for path in ("/v1/messages", "/v1/messages/count_tokens", "/v1/messages/"):
-        assert call(app, "POST", path).json() == {"other": 401}
-        assert call(app, "POST", path, headers=key).json() == {"other": 404}
-        assert call(app, "POST", path, headers=key | {"x-long": "x" * 40_000}).json() == {"other": 431}
+
+    def kind(path: str, headers: dict[str, str]) -> Any:
+        body = call(app, "POST", path, headers=headers).json()
+        assert set(body) == {"type", "error", "request_id"}
+        return body["error"]["type"]
+
+    for path in ("/v1/messages", "/v1/messages/count_tokens", "/v1/messages/none"):
+        assert kind(path, {}) == "authentication_error"
+        assert kind(path, key) == ("not_found_error" if path.endswith("none") else "invalid_request_error")
+        assert kind(path, key | {"x-long": "x" * 40_000}) == "invalid_request_error"
     for path in ("/v1/messagesx", "/v1", "/x/v1/messages"):
         assert set(call(app, "POST", path).json()) == set(call(app, "POST", path, headers=key).json()) == {"error"}

@@ -50,6 +50,8 @@ def described(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         log.setLevel(before)
 
 
+# Its body is a part of the other one's.
+FEWER = {"/v1/messages/count_tokens": 12, "/v1/messages": 25}
 OPERATIONS = [
     (path, method)
     for path, operations in create_app(FakePool(), Settings()).openapi()["paths"].items()
@@ -68,7 +70,7 @@ def test_every_route_answers_as_described(described: Any, path: str, method: str
 
     @given(case=operation.as_strategy(generation_mode=mode))
     @settings(
-        max_examples=40,
+        max_examples=FEWER.get(path, 40),
         derandomize=True,
         database=None,
         deadline=None,
