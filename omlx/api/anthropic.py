@@ -29,13 +29,13 @@ from omlx.api.events import (
     Usage,
 )
 from omlx.api.openai_body import validated
-from omlx.api.openai_tools import NO_PARAMETERS
 from omlx.api.tool_prompt import canonical_tools
 from omlx.errors import BadRequest
 from omlx.request import SamplingParams
 
 # Below this the best token wins anyway, and dividing by it would overflow.
 _GREEDY_BELOW = 1e-4
+_NO_INPUT = {"type": "object", "properties": {}}
 _MODES: dict[str, Literal["auto", "none", "required", "named"]] = {
     "auto": "auto", "none": "none", "any": "required", "tool": "named",
 }  # fmt: skip
@@ -143,7 +143,7 @@ def _tools(given: "list[Tool] | tuple[()]") -> tuple[dict[str, Any], ...]:
 
 def _tool(tool: Tool) -> dict[str, Any]:
     described = {} if tool.description is None else {"description": tool.description}
-    function = {"name": tool.name, **described, "parameters": tool.input_schema or NO_PARAMETERS}
+    function = {"name": tool.name, **described, "parameters": tool.input_schema or _NO_INPUT}
     return {"type": "function", "function": function}
 
 

@@ -9,7 +9,7 @@ from omlx.api.openai_body import ChatBody, Message, MessageCall, NamedTool, Tool
 from omlx.api.tool_prompt import canonical_tools
 from omlx.errors import BadRequest
 
-NO_PARAMETERS = {"type": "object", "properties": {}}
+_NO_PARAMETERS = {"type": "object", "properties": {}}
 
 
 def tools(fields: ChatBody) -> tuple[dict[str, Any], ...]:
@@ -26,7 +26,7 @@ def _tool(tool: Tool) -> dict[str, Any]:
     """Without what no model was trained to see."""
     given = tool.function
     described = {} if given.description is None else {"description": given.description}
-    function = {"name": given.name, **described, "parameters": given.parameters or NO_PARAMETERS}
+    function = {"name": given.name, **described, "parameters": given.parameters or _NO_PARAMETERS}
     return {"type": "function", "function": function}
 
 
