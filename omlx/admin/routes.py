@@ -15,7 +15,7 @@ from pydantic import BaseModel, Field
 
 from omlx import __version__
 from omlx.access.keys import ANYBODY, ApiKey, KeyRing
-from omlx.api import openai
+from omlx.api import anthropic, openai
 from omlx.api.chat import ChatPrompt, ChatRequest, EnginePool, prompt_tokens
 from omlx.api.message_places import where_it_differs
 from omlx.api.openai_body import Body, TokenIds, validated
@@ -58,9 +58,13 @@ class AdminPool(EnginePool, Protocol):
 
 
 class ProbeBody(Body):
-    """POST /admin/cache_probe: a prompt as in a chat completion, in a completion, or as token ids."""
+    """POST /admin/cache_probe: a prompt as in a chat completion, in a completion, or as token ids.
+
+    With `dialect` anthropic it is one as in POST /v1/messages.
+    """
 
     model: ModelName
+    dialect: Literal["openai", "anthropic"] | None = None
     messages: Any = None
     prompt: Any = None
     tokens: Annotated[TokenIds, Field(min_length=1)] | None = None
@@ -263,6 +267,8 @@ def _age(older_than: Any) -> int | None:
 def _asked(body: dict[str, Any]) -> ChatRequest:
     """The prompt, taken apart as the dialect does it. Raises BadRequest."""
     fields = validated(ProbeBody, body)
+    if fields.dialect == "anthropic":
+        return anthropic.parse_count(body)
     given = [name for name in ("messages", "prompt", "tokens") if getattr(fields, name) is not None]
     if len(given) != 1:
         raise BadRequest("exactly one of messages, prompt and tokens has to be given", param=(given or ["messages"])[0])

@@ -68,7 +68,6 @@ def parse_messages(body: dict[str, Any]) -> tuple[ChatRequest, "MessagesDialect"
         sampling=_sampling(fields),
         stream=bool(fields.stream),
         use_cache=fields.cache is not False,
-        cache_salt=fields.cache_salt or "",
     )
     return request, MessagesDialect(fields.model, fields.max_tokens)
 
@@ -91,6 +90,7 @@ def _request(fields: CountBody) -> ChatRequest:
         model=fields.model,
         prompt=ChatPrompt(messages, _template_args(fields), _tools(fields.tools or ()), images),
         sampling=SamplingParams(max_tokens=1),
+        cache_salt=fields.cache_salt or "",
         tool_choice=_tool_choice(fields),
         output_format=_output_format(output or fields.output_format),
         format_field="output_config" if output else "output_format",

@@ -69,6 +69,7 @@ class CountBody(Body):
     output_config: OutputConfig | None = None
     output_format: Format | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=500)] | None = None
 
 
 class MessagesBody(CountBody):
@@ -80,4 +81,3 @@ class MessagesBody(CountBody):
     top_k: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     cache: bool | None = None
-    cache_salt: Annotated[str, Field(min_length=1, max_length=500)] | None = None

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import anthropic
+import httpx
 import pytest
 from anthropic import Anthropic
 from pydantic import BaseModel
@@ -143,6 +144,24 @@ def test_a_chat_is_the_same_streamed_and_not_also_from_the_cache(real: Anthropic
         assert (usage.input_tokens + read, usage.output_tokens) == (prompt, cold.usage.output_tokens)
     counted = {name: asked[name] for name in ("messages", "system")}
     assert real.messages.count_tokens(model="tiny", **counted).input_tokens == prompt
+
+
+def test_the_cache_can_be_asked_about_a_message(real: Anthropic, address: str) -> None:
+    line = {"type": "text", "text": "x-anthropic-billing-header: cch=1;"}
+    words = [line, {"type": "text", "text": "You are patient. " * 8}]
+    usage = ask(real, False, **short("Why? " * 20, system=words, extra_body={"cache_salt": "a"})).usage
+
+    def probe(*system: dict[str, str], text: str = "Why? " * 20, **fields: Any) -> Any:
+        body = {"dialect": "anthropic", "model": "tiny", "system": system, "cache_salt": "a"} | fields
+        asked = body | {"messages": [{"role": "user", "content": text}]}
+        return httpx.post(f"{address}/admin/cache_probe", json=asked).raise_for_status().json()
+
+    same = probe({"type": "text", "text": "x-anthropic-billing-header: cch=2;"}, words[1])
+    assert same["tokens"] == usage.input_tokens
+    assert same["cached_tokens"] >= same["tokens"] - 1
+    other = probe(*words, text="Because. " * 20)["first_miss"]
+    assert (other["message"], other["role"]) == (1, "user")
+    assert probe(*words, cache_salt="b")["cached_tokens"] == 0
 
 
 @pytest.mark.parametrize("stream", [False, True])
