@@ -36,16 +36,16 @@ class ClientGone(Exception):
 async def begin(events: Events) -> asyncio.Task[AnswerEvent | None]:
     """Starts an answer; returns the task that waits for its first event.
 
-    Returns when that event is there or after ACCEPT_S; raises what went wrong until then.
+    Returns when that event is there or after ACCEPT_S; raises what went wrong until then, the answer closed.
     """
     first = asyncio.create_task(_next(events))
     try:
         await asyncio.wait({first}, timeout=ACCEPT_S)
-    except asyncio.CancelledError:
-        await _finish(first)
+        if first.done():
+            first.result()
+    except BaseException:
+        await _close(first, events)
         raise
-    if first.done():
-        first.result()
     return first
 
 
@@ -85,8 +85,7 @@ class EventStreamResponse(Response):
             with suppress(ClientGone):
                 await until_disconnect(receive, self._send_all(send))
         finally:
-            await _finish(self._upcoming)
-            await self._events.aclose()
+            await _close(self._upcoming, self._events)
 
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
@@ -130,6 +129,18 @@ async def _next(events: Events) -> AnswerEvent | None:
 async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+async def _close(upcoming: asyncio.Task[Any], events: Events) -> None:
+    """Ends the answer that `upcoming` waits for the next event of.
+
+    It may have come already: then its cancellation stops nothing, and the events have to be closed. Also when the
+    caller is cancelled meanwhile: nobody else would do it.
+    """
+    try:
+        await _finish(upcoming)
+    finally:
+        await events.aclose()
 
 
 async def _finish(*tasks: asyncio.Task[Any]) -> None:

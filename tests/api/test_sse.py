@@ -1,6 +1,7 @@
 """Streams over a real socket: their start, their keep-alive, and clients that leave."""
 
 import asyncio
+import itertools
 import json
 import socket
 import time
@@ -11,7 +12,7 @@ import pytest
 
 from omlx.api import sse
 from omlx.errors import EngineError
-from tests.api.fakes import REPLY
+from tests.api.fakes import REPLY, FakeEngine
 from tests.api.serving import CHAT, served, sse_chunks, wait_until
 
 
@@ -162,3 +163,32 @@ def test_a_start_that_is_cancelled_stops_the_answer():
 
     asyncio.run(scenario())
     assert cleaned == [True]
+
+
+async def cancel(client: httpx.AsyncClient, engine: FakeEngine, body: dict, turns: int, times: int) -> None:
+    """Cancels a request `turns` of the event loop after the engine got it, `times` turns in a row.
+
+    When it has ended, so have all its choices, whatever it was doing, without the garbage collector's help.
+    """
+    engine.seen.clear()
+    task = asyncio.create_task(client.post("/v1/chat/completions", json=body))
+    while not engine.seen:
+        await asyncio.sleep(0)
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    for _ in range(times):
+        task.cancel()
+        await asyncio.sleep(0)
+    await asyncio.wait({task})
+    assert task.cancelled()
+    assert not engine.running, f"cancelled {times} times, {turns} turns after it began"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("n", [1, 3])
+async def test_a_request_that_is_cancelled_at_any_turn_leaves_nothing_running(app, engine, n, stream):
+    engine.endless, engine.context_length = True, 10**6
+    body = CHAT | {"stream": stream, "n": n}
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
+        for turns, times in itertools.product(range(24), (1, 2, 3, 5)):
+            await cancel(client, engine, body, turns, times)
