@@ -1,4 +1,4 @@
-"""OpenAI's client for Node runs node/script.mjs against a server process; here is what each of its cases has to find."""
+"""OpenAI's client for Node runs node/script.mjs against a server process; here is what each case has to find."""
 
 import base64
 import importlib.util
