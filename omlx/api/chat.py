@@ -141,6 +141,9 @@ class ToolChoice(NamedTuple):
 
 AUTO = ToolChoice()
 
+# OpenAI's words. Clients know by them that a model with a longer context may do (litellm, agents that shorten).
+_LONGEST = "this model's maximum context length is"
+
 
 class OutputFormat(NamedTuple):
     """The form that the text of the answer has to have: a JSON object, or what `schema` says."""
@@ -243,8 +246,8 @@ def encode(engine: Engine, text: str, field: str, *, special: bool = True) -> li
     most = engine.context_length * engine.longest_token
     if len(text) > most:
         raise BadRequest(
-            f"{field}: {len(text)} characters are more than {engine.context_length} tokens, "
-            f"the context length{engine.context_note}, can hold",
+            f"{field}: {len(text)} characters are more than {engine.context_length} tokens can hold, and {_LONGEST} "
+            f"{engine.context_length}{engine.context_note}",
             param=field,
             code="context_length_exceeded",
         )
@@ -278,7 +281,7 @@ def _fitting(engine: Engine, asked: ChatRequest, prompt_tokens: int) -> int:
     else:
         message, param = f"{prompt_tokens} prompt tokens (and at least 1 for the answer)", asked.prompt_field
     raise BadRequest(
-        f"{message} is more than the context length of {limit} tokens{engine.context_note}",
+        f"{message}, but {_LONGEST} {limit} tokens{engine.context_note}",
         param=param,
         code="context_length_exceeded",
         too_long=(prompt_tokens, limit) if prompt_tokens >= limit else None,

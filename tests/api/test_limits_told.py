@@ -37,7 +37,7 @@ async def test_the_context_length_shown_is_the_one_enforced(
         assert (await bench.call("POST", "/v1/completions", json=body)).status_code == 200
         answer = await bench.call("POST", "/v1/completions", json=body | {"max_tokens": 3})
         assert answer.status_code == 400
-        assert f"= {length + 1} is more than the context length of {length} tokens" in answer.text
+        assert f"= {length + 1}, but this model's maximum context length is {length} tokens" in answer.text
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -44,7 +44,7 @@ def said(server: ServerProcess) -> dict[str, dict[str, Any]]:
         "files": FILES, "inputs": INPUTS, "pictures": [data_url(noise(1)), data_url(noise(2)), data_url(noise(1))],
     }  # fmt: skip
     done = subprocess.run(
-        [node(), SCRIPT], input=json.dumps(given), capture_output=True, text=True, timeout=100, check=False
+        [node(), SCRIPT], input=json.dumps(given), capture_output=True, text=True, timeout=280, check=False
     )
     assert (done.returncode, done.stderr) == (0, "")
     return {line["case"]: line for line in map(json.loads, done.stdout.splitlines())}
