@@ -31,7 +31,12 @@ class BadRequest(OmlxError):
 
 
 class NotFound(OmlxError):
-    """The caller named a model that does not exist here (HTTP 404)."""
+    """The caller named something, mostly a model, that does not exist here (HTTP 404); `param` and `code` as above."""
+
+    def __init__(self, message: str, *, param: str | None = "model", code: str | None = "model_not_found") -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code
 
 
 class Overloaded(OmlxError):

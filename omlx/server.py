@@ -36,6 +36,8 @@ from omlx.api.openai_body import ChatBody, CompletionBody
 from omlx.api.openapi import documented
 from omlx.api.pictures import Source, with_pictures
 from omlx.api.refusal import refuse
+from omlx.api.responses.routes import router as responses_router
+from omlx.api.responses.store import ResponseStore
 from omlx.errors import NotFound, OmlxError
 from omlx.settings import Settings, usage_hint
 
@@ -83,6 +85,7 @@ def create_app(pool: admin.AdminPool, settings: Settings) -> FastAPI:
     source = ImageSource(settings.allow_remote_images, settings.allow_local_images)
     _add_routes(app, pool, source)
     _add_anthropic_routes(app, pool, source)
+    _add_responses(app, pool, source)
     app.include_router(embeddings.router(pool, read_json, lambda http: api_key_of(http).name))
     app.include_router(tokens.router(pool, read_json, source))
     app.include_router(admin.router(pool, settings, read_json, source, keys))
@@ -173,6 +176,14 @@ def _add_routes(app: FastAPI, pool: EnginePool, source: Source) -> None:
     for path, probe, docs in (("/health", health, up), ("/ready", ready, answers)):
         app.add_api_route(path, probe, methods=["GET"], **docs)
         app.add_api_route(path, probe, methods=["HEAD"], include_in_schema=False)
+
+
+def _add_responses(app: FastAPI, pool: EnginePool, source: Source) -> None:
+    async def in_dialect(http: Request, parse: Parse) -> Response:
+        return await answer(http, pool, parse, source)
+
+    app.state.responses = ResponseStore()
+    app.include_router(responses_router(in_dialect, lambda http: api_key_of(http).digest, app.state.responses))
 
 
 async def answer(http: Request, pool: EnginePool, parse: Parse, source: Source) -> Response:

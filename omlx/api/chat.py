@@ -131,12 +131,14 @@ class ToolChoice(NamedTuple):
     """Whether tools may be called: "auto" leaves it to the model, "named" asks for the tool `name`.
 
     With `parallel` False at most one call is wanted. `strict`: the arguments of calls have to fit their schemas.
+    `allowed`: only these tools may be called, () stands for all of them.
     """
 
     mode: Literal["auto", "none", "required", "named"] = "auto"
     name: str = ""
     parallel: bool = True
     strict: bool = False
+    allowed: tuple[str, ...] = ()
 
 
 AUTO = ToolChoice()

@@ -36,12 +36,12 @@ def constrained(asked: ChatRequest, form: AnswerFormat, tokenizer: Any) -> tuple
         return None, form
     choice, output = asked.tool_choice, asked.output_format
     must_call = choice.mode in ("required", "named")
-    may_call = form.calls is not None and (must_call or output is not None or choice.strict)
+    may_call = form.calls is not None and (must_call or output is not None or choice.strict or bool(choice.allowed))
     if not may_call:
         return _of_output(output, form, tokenizer), form
     if form.calls is None or not form.calls.plain_json:
         if not (must_call or output is not None):
-            return None, form  # strict, but calls of this form cannot be held to a schema
+            return None, form  # calls of this form cannot be held to schemas or names
         form = form.with_calls(GENERIC_CALLS)
     calls = form.calls or GENERIC_CALLS
     grammar = _Grammar(tokenizer, form)
@@ -114,8 +114,8 @@ class _Grammar:
     def _add_bodies(self, tools: Sequence[dict[str, Any]], choice: ToolChoice) -> None:
         """Each tool has a rule of its own, so that its schema stays a document, whose references hold."""
         functions = [tool["function"] for tool in tools]
-        if choice.mode == "named":
-            functions = [function for function in functions if function["name"] == choice.name]
+        if allowed := (choice.name,) if choice.mode == "named" else choice.allowed:
+            functions = [function for function in functions if function["name"] in allowed]
         for index, function in enumerate(functions):
             head = f'\n{{"name": {_json(function["name"])}, "arguments": '
             self._rules.append(f"body_{index}: {_json(head)} arguments_{index} {_json('}' + chr(10))}")

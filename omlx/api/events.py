@@ -201,7 +201,7 @@ def fault_of(error: OmlxError) -> Fault:
     if isinstance(error, BadRequest):
         return Fault(400, str(error), param=error.param, code=error.code, too_long=error.too_long)
     if isinstance(error, NotFound):
-        return Fault(404, str(error), param="model", code="model_not_found")
+        return Fault(404, str(error), param=error.param, code=error.code)
     if isinstance(error, Overloaded):
         return Fault(503, str(error), "overloaded_error", code="overloaded", retry_after_s=error.retry_after_s)
     return Fault(500, str(error), "server_error")

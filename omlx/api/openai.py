@@ -4,6 +4,7 @@ import json
 import math
 import time
 import uuid
+from collections.abc import Iterable
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
@@ -28,7 +29,8 @@ from omlx.api.events import (
     ToolCall,
     Usage,
 )
-from omlx.api.openai_body import ChatBody, CompletionBody, GenerationBody, Message, validated
+from omlx.api.openai_body import ChatBody, CompletionBody, GenerationBody, Message, SamplingBody, validated
+from omlx.api.openai_content import content_of, text_of
 from omlx.api.openai_tools import called, output_format, template_args, tool_choice, tools, with_names
 from omlx.errors import BadRequest
 from omlx.request import SamplingParams
@@ -46,7 +48,7 @@ def parse_chat(body: dict[str, Any]) -> tuple[ChatRequest, "ChatDialect"]:
         raise BadRequest("top_logprobs: needs logprobs to be true", param="top_logprobs")
     images: list[ImagePart] = []
     messages = [_message(message, f"messages[{index}]", images) for index, message in enumerate(fields.messages)]
-    prompt = ChatPrompt(with_names(messages), template_args(fields), tools(fields), tuple(images))
+    prompt = ChatPrompt(with_names(messages), _template_args(fields), tools(fields), tuple(images))
     top_logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
     request = replace(
         _request(fields, prompt, top_logprobs, "messages"),
@@ -109,7 +111,7 @@ def _request(
     return ChatRequest(
         model=fields.model,
         prompt=prompt,
-        sampling=_sampling(fields, top_logprobs),
+        sampling=sampling_of(fields, fields.max_completion_tokens or fields.max_tokens or 0, top_logprobs),
         stream=bool(fields.stream),
         use_cache=fields.cache is not False,
         cache_salt=fields.cache_salt or "",
@@ -119,10 +121,11 @@ def _request(
     )
 
 
-def _sampling(fields: GenerationBody, top_logprobs: int | None) -> SamplingParams:
+def sampling_of(fields: SamplingBody, max_tokens: int, top_logprobs: int | None) -> SamplingParams:
+    """How an answer is sampled; `max_tokens` and `top_logprobs` have other names in each endpoint."""
     temperature = _default(fields.temperature, 1.0)
     return SamplingParams(
-        max_tokens=fields.max_completion_tokens or fields.max_tokens or 0,
+        max_tokens=max_tokens,
         temperature=temperature if temperature >= _GREEDY_BELOW else 0.0,
         top_p=_default(fields.top_p, 1.0),
         top_k=max(fields.top_k or 0, 0),
@@ -136,6 +139,10 @@ def _sampling(fields: GenerationBody, top_logprobs: int | None) -> SamplingParam
         top_logprobs=top_logprobs,
         ignore_eos=bool(fields.ignore_eos),
     )
+
+
+def _template_args(fields: ChatBody) -> dict[str, Any]:
+    return template_args(fields.reasoning_effort, fields.chat_template_kwargs)
 
 
 def _default(value: float | None, default: float) -> float:
@@ -164,57 +171,11 @@ def _answered(message: Message, path: str) -> str:
     """The text of an assistant's message, which has none where it only calls tools, thinks or refuses."""
     if message.content in (None, []) and (message.tool_calls or message.reasoning_content or message.reasoning):
         return ""
-    return _text(message.refusal if message.content is None else message.content, f"{path}.content")
-
-
-def _text(content: str | list[dict[str, Any]] | None, path: str) -> str:
-    """The text of a message; parts are put on lines of their own."""
-    if content is None or content == []:
-        raise BadRequest(f"{path}: a text is required", param=path)
-    if isinstance(content, str):
-        return content
-    return "\n".join(_part(part, f"{path}[{index}]") for index, part in enumerate(content))
+    return text_of(message.refusal if message.content is None else message.content, f"{path}.content")
 
 
 def _content(message: Message, path: str, images: list[ImagePart]) -> str | list[dict[str, Any]]:
-    """A text, or, with images, the parts as templates of vision models take them."""
-    content = message.content
-    if isinstance(content, str) or content is None or message.role != "user":
-        return _text(content, path)
-    if all(part.get("type") != "image_url" for part in content):
-        return _text(content, path)
-    parts: list[dict[str, Any]] = []
-    for index, part in enumerate(content):
-        place = f"{path}[{index}]"
-        if part.get("type") == "image_url":
-            images.append(ImagePart(_image_url(part, place), place))
-            parts.append({"type": "image"})
-        else:
-            parts.append({"type": "text", "text": _part(part, place)})
-    return parts
-
-
-def _image_url(part: dict[str, Any], path: str) -> str:
-    """Several clients send the URL itself where OpenAI has an object; `detail` changes nothing."""
-    given = part.get("image_url")
-    url = given.get("url") if isinstance(given, dict) else given
-    detail = given.get("detail") if isinstance(given, dict) else None
-    if not isinstance(url, str) or not url:
-        raise BadRequest(f'{path}: expected {{"type": "image_url", "image_url": {{"url": "..."}}}}', param=path)
-    if detail not in (None, "auto", "low", "high", "original"):
-        raise BadRequest(f"{path}: detail has to be auto, low or high", param=path)
-    return url
-
-
-def _part(part: dict[str, Any], path: str) -> str:
-    kind = part.get("type")
-    if kind == "image_url":
-        raise BadRequest(f"{path}: images are taken in messages of the user alone", param=path)
-    if kind in ("input_audio", "file", "refusal"):
-        raise BadRequest(f"{path}: {kind} parts are not supported yet", param=path, code="unsupported_parameter")
-    if kind != "text" or not isinstance(part.get("text"), str):
-        raise BadRequest(f'{path}: expected {{"type": "text", "text": "..."}}', param=path)
-    return str(part["text"])
+    return content_of(message.content, path, images) if message.role == "user" else text_of(message.content, path)
 
 
 def _prompts(fields: CompletionBody) -> list[str | list[int]]:
@@ -245,7 +206,7 @@ class OpenAIDialect:
         if isinstance(event, Started):
             return []
         if isinstance(event, Progress):
-            return [_comment(event)]
+            return [keep_alive(event)]
         if isinstance(event, Fault):
             return [_frame(error_body(event))]
         if isinstance(event, Finished):
@@ -335,10 +296,7 @@ class ChatDialect(OpenAIDialect):
         return [_delta({"role": "assistant", "content": ""}, None)]
 
     def _token_list(self, tokens: tuple[TokenText, ...]) -> dict[str, Any] | None:
-        if not self._logprobs:
-            return None
-        content = [_token(token) | {"top_logprobs": [_token(best) for best in token.top]} for token in tokens]
-        return {"content": content, "refusal": None}
+        return {"content": logprobs_of(tokens), "refusal": None} if self._logprobs else None
 
 
 class CompletionDialect(OpenAIDialect):
@@ -395,11 +353,16 @@ def _call_delta(index: int, call: dict[str, Any]) -> dict[str, Any]:
     return {"tool_calls": [{"index": index} | call]}
 
 
-def _comment(event: Progress) -> str:
+def keep_alive(event: Progress) -> str:
     """Clients pass over comments; whoever reads the stream sees that something is going on."""
     if event.prefilled_tokens < event.prompt_tokens:
         return f": prefill {event.prefilled_tokens}/{event.prompt_tokens}\n\n"
     return ": generating\n\n"
+
+
+def logprobs_of(tokens: Iterable[TokenText]) -> list[dict[str, Any]]:
+    """What both chat endpoints tell of the tokens of a text."""
+    return [_token(token) | {"top_logprobs": [_token(best) for best in token.top]} for token in tokens]
 
 
 def _token(token: TokenText) -> dict[str, Any]:
@@ -411,4 +374,9 @@ def _finite(logprob: float) -> float:
 
 
 def _frame(body: dict[str, Any]) -> str:
-    return f"data: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n"
+    return f"data: {compact_json(body)}\n\n"
+
+
+def compact_json(value: Any) -> str:
+    """As it goes over the wire."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))

@@ -22,6 +22,7 @@ StopText = Annotated[str, Field(min_length=1, max_length=1000)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 ToolName = Annotated[str, Field(pattern=r"^[\w.:/-]{1,128}$")]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 TokenIdText = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
 
 # One error of a list is enough: a long list of a wrong type has a million.
@@ -81,6 +82,18 @@ class NamedTool(Body):
     function: NamedFunction
 
 
+class AllowedNames(Body):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
+
+
+class AllowedTools(Body):
+    """All tools stay in the prompt, so that it is the prompt that is cached."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedNames
+
+
 class JsonSchema(Body):
     name: Annotated[str, Field(max_length=200)] | None = None
     schema_: Annotated[dict[str, Any] | bool | None, Field(alias="schema")] = None
@@ -105,28 +118,33 @@ class Message(Body):
     audio: Any = None
 
 
-class GenerationBody(Body):
-    """What both endpoints take."""
+class SamplingBody(Body):
+    """What every endpoint takes that answers with text."""
 
     model: Annotated[str, Field(min_length=1, max_length=500)]
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    max_tokens: Count | None = None
-    max_completion_tokens: Count | None = None
     stop: StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
     logit_bias: dict[TokenIdText, Bias] | None = None
     ignore_eos: bool | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     cache: bool | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=500)] | None = None
+
+
+class GenerationBody(SamplingBody):
+    """What chat completions and completions take."""
+
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
 
 
 class ChatBody(GenerationBody):
@@ -135,10 +153,10 @@ class ChatBody(GenerationBody):
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    reasoning_effort: Effort | None = None
 
 
 class CompletionBody(GenerationBody):

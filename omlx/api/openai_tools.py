@@ -1,70 +1,112 @@
-"""Tools, calls and output formats in bodies of the OpenAI dialect."""
+"""Tools, calls and output formats as OpenAI's two chat endpoints have them."""
 
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from omlx.api.chat import OutputFormat, ToolChoice
-from omlx.api.openai_body import ChatBody, Message, MessageCall, NamedTool, Tool
+from omlx.api.openai_body import AllowedTools, ChatBody, Function, JsonSchema, Message, MessageCall, NamedTool
 from omlx.api.tool_prompt import canonical_tools
 from omlx.errors import BadRequest
 
 _NO_PARAMETERS = {"type": "object", "properties": {}}
 
 
+Wanted = tuple[Literal["auto", "none", "required", "named"], tuple[str, ...]]
+"""A choice, and what it names: one tool if it is "named", else those that may be called (() for all)."""
+
+
+class Declared(NamedTuple):
+    """A function that may be called, and where in the body its name stands."""
+
+    name: str
+    description: str | None
+    parameters: dict[str, Any] | None
+    place: str
+
+
 def tools(fields: ChatBody) -> tuple[dict[str, Any], ...]:
     """What may be called, in the one form in which prompts have it. Raises BadRequest."""
-    names = [tool.function.name for tool in fields.tools or ()]
-    for index, name in enumerate(names):
-        if name in names[:index]:
-            place = f"tools[{index}].function.name"
-            raise BadRequest(f"{place}: {name!r} is there twice", param=place)
-    return canonical_tools([_tool(tool) for tool in fields.tools or ()])
+    return described([_declared(tool.function, index) for index, tool in enumerate(fields.tools or ())])
 
 
-def _tool(tool: Tool) -> dict[str, Any]:
+def _declared(given: Function, index: int) -> Declared:
+    return Declared(given.name, given.description, given.parameters, f"tools[{index}].function.name")
+
+
+def described(declared: Sequence[Declared]) -> tuple[dict[str, Any], ...]:
+    """Functions in the one form in which prompts have them. Raises BadRequest for a name that is there twice."""
+    names = [tool.name for tool in declared]
+    for index, tool in enumerate(declared):
+        if tool.name in names[:index]:
+            raise BadRequest(f"{tool.place}: {tool.name!r} is there twice", param=tool.place)
+    return canonical_tools([_tool(tool) for tool in declared])
+
+
+def _tool(tool: Declared) -> dict[str, Any]:
     """Without what no model was trained to see."""
-    given = tool.function
-    described = {} if given.description is None else {"description": given.description}
-    function = {"name": given.name, **described, "parameters": given.parameters or _NO_PARAMETERS}
+    described = {} if tool.description is None else {"description": tool.description}
+    function = {"name": tool.name, **described, "parameters": tool.parameters or _NO_PARAMETERS}
     return {"type": "function", "function": function}
 
 
 def tool_choice(fields: ChatBody) -> ToolChoice:
     """Raises BadRequest for a choice among tools that are not there."""
-    parallel = fields.parallel_tool_calls is not False
-    strict = any(tool.function.strict for tool in fields.tools or ())
     given = fields.tool_choice
+    wanted: Wanted = ("auto", ())
     if isinstance(given, NamedTool):
-        name = given.function.name
-        if name not in [tool.function.name for tool in fields.tools or ()]:
+        wanted = "named", (given.function.name,)
+    elif isinstance(given, AllowedTools):
+        wanted = given.allowed_tools.mode, tuple(tool.function.name for tool in given.allowed_tools.tools)
+    elif given is not None:
+        wanted = given, ()
+    functions = [tool.function for tool in fields.tools or ()]
+    strict = any(function.strict for function in functions)
+    return choice_among([function.name for function in functions], wanted, fields.parallel_tool_calls, strict=strict)
+
+
+def choice_among(names: Sequence[str], wanted: Wanted, parallel: bool | None, *, strict: bool) -> ToolChoice:
+    """The choice among the tools called `names`. Raises BadRequest for one that is not there."""
+    mode, chosen = wanted
+    for name in chosen:
+        if name not in names:
             raise BadRequest(f"tool_choice: no tool {name!r} in tools", param="tool_choice")
-        return ToolChoice("named", name, parallel, strict)
-    if given == "required" and not fields.tools:
+    if mode == "required" and not names:
         raise BadRequest("tool_choice: required, but there are no tools", param="tool_choice")
-    return ToolChoice(given or "auto", "", parallel, strict)
+    if mode == "named":
+        return ToolChoice("named", chosen[0], parallel is not False, strict)
+    return ToolChoice(mode, "", parallel is not False, strict, chosen)
 
 
 def output_format(fields: ChatBody) -> OutputFormat | None:
     """Raises BadRequest for a json_schema without its schema."""
     given = fields.response_format
-    if given is None or given.type == "text":
+    if given is None:
         return None
-    if given.type == "json_object":
+    if given.type == "json_schema" and given.json_schema is None:
+        raise BadRequest("response_format.json_schema: has to be given", param="response_format.json_schema")
+    return format_of(given.type, given.json_schema, "response_format.json_schema.schema")
+
+
+def format_of(
+    kind: Literal["text", "json_object", "json_schema"], given: JsonSchema | None, place: str
+) -> OutputFormat | None:
+    """The form that a text has to have, None for a free one. `place` is the schema's: BadRequest if it is not there."""
+    if kind == "text":
+        return None
+    if kind == "json_object":
         return OutputFormat("json_object")
-    if given.json_schema is None or given.json_schema.schema_ is None:
-        place = "response_format.json_schema" + ("" if given.json_schema is None else ".schema")
+    if given is None or given.schema_ is None:
         raise BadRequest(f"{place}: has to be given", param=place)
-    return OutputFormat("json_schema", given.json_schema.schema_, bool(given.json_schema.strict))
+    return OutputFormat("json_schema", given.schema_, bool(given.strict))
 
 
-def template_args(fields: ChatBody) -> dict[str, Any]:
-    """Arguments of the chat template. `reasoning_effort` is one of some models, and "none" of most."""
-    effort = fields.reasoning_effort
+def template_args(effort: str | None, given: dict[str, Any] | None) -> dict[str, Any]:
+    """Arguments of the chat template. An `effort` of reasoning is one of some models, and "none" of most."""
     shorthand: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
     if effort == "none":
         shorthand["enable_thinking"] = False
-    return shorthand | (fields.chat_template_kwargs or {})
+    return shorthand | (given or {})
 
 
 def called(message: Message) -> dict[str, Any]:
@@ -78,9 +120,13 @@ def called(message: Message) -> dict[str, Any]:
 
 
 def _call(call: MessageCall) -> dict[str, Any]:
-    identity = {} if call.id is None else {"id": call.id}
-    function = {"name": call.function.name, "arguments": _arguments(call.function.arguments)}
-    return identity | {"type": "function", "function": function}
+    return past_call(call.id, call.function.name, call.function.arguments)
+
+
+def past_call(call_id: str | None, name: str, arguments: str | dict[str, Any] | None) -> dict[str, Any]:
+    """A call of an earlier answer, for the template."""
+    identity = {} if call_id is None else {"id": call_id}
+    return identity | {"type": "function", "function": {"name": name, "arguments": _arguments(arguments)}}
 
 
 def _arguments(given: str | dict[str, Any] | None) -> Any:

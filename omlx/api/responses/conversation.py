@@ -1,0 +1,89 @@
+"""From the items of an input to the messages of a conversation."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from omlx.api.chat import ImagePart
+from omlx.api.openai_content import PartKinds, content_of, text_of
+from omlx.api.openai_tools import past_call, with_names
+from omlx.api.responses.body import CallItem, CallOutputItem, CustomCallItem, Item, MessageItem, ReasoningItem
+from omlx.api.responses.tools import custom_arguments, name_in_prompt
+
+PARTS = PartKinds(
+    {"input_text": "text", "output_text": "text", "refusal": "refusal"}, "input_image", ("input_audio", "input_file")
+)
+# In the order in which an answer of one message has them.
+_REASONING, _TEXT, _CALLS = range(3)
+
+
+class Conversation:
+    """Messages for the chat template, from items. What the model said in one turn becomes one message again.
+
+    A new one begins where the items come in another order than templates write them in: then the prompt is what was
+    generated at least up to there.
+    """
+
+    def __init__(self) -> None:
+        self.images: list[ImagePart] = []
+        self._messages: list[dict[str, Any]] = []
+        self._stage: int | None = None  # of the last message, if it is an answer that may go on
+
+    def messages(self, instructions: str | None = None) -> list[dict[str, Any]]:
+        """All of them, behind the instructions.
+
+        System messages that follow those directly are joined to them: many templates take but one.
+        """
+        messages = with_names(self._messages)
+        if instructions is None:
+            return messages
+        count = next((at for at, message in enumerate(messages) if message["role"] != "system"), len(messages))
+        texts = [instructions, *(message["content"] for message in messages[:count])]
+        return [{"role": "system", "content": "\n\n".join(texts)}, *messages[count:]]
+
+    def add(self, items: Iterable[tuple[Item, str]]) -> None:
+        """Items, each with its place in the body for messages. Raises BadRequest, which names the wrong part."""
+        for item, place in items:
+            self._add(item, place)
+
+    def _add(self, item: Item, place: str) -> None:
+        match item:
+            case MessageItem(role="assistant"):
+                self._answer(_TEXT)["content"] = text_of(item.content, f"{place}.content", PARTS)
+            case MessageItem():
+                self._append(self._said(item, f"{place}.content"))
+            case ReasoningItem():
+                self._add_reasoning("".join(part.text for part in item.content or ()))
+            case CallItem():
+                self._call(item, item.arguments)
+            case CustomCallItem():
+                self._call(item, custom_arguments(item.input))
+            case CallOutputItem():
+                content = text_of(item.output, f"{place}.output", PARTS)
+                self._append({"role": "tool", "content": content, "tool_call_id": item.call_id})
+            case _:
+                raise AssertionError("references are looked up before")
+
+    def _said(self, item: MessageItem, place: str) -> dict[str, Any]:
+        if item.role == "user":
+            return {"role": "user", "content": content_of(item.content, place, self.images, PARTS)}
+        return {"role": "system", "content": text_of(item.content, place, PARTS)}
+
+    def _append(self, message: dict[str, Any]) -> None:
+        self._messages.append(message)
+        self._stage = None
+
+    def _answer(self, stage: int) -> dict[str, Any]:
+        """The model's message that goes on with a part of this stage. There is one text in each."""
+        if self._stage is None or stage < self._stage or stage == self._stage == _TEXT:
+            self._append({"role": "assistant", "content": ""})
+        self._stage = stage
+        return self._messages[-1]
+
+    def _add_reasoning(self, text: str) -> None:
+        if text:
+            message = self._answer(_REASONING)
+            message["reasoning_content"] = message.get("reasoning_content", "") + text
+
+    def _call(self, item: CallItem | CustomCallItem, arguments: str) -> None:
+        call = past_call(item.call_id, name_in_prompt(item.name, item.namespace), arguments)
+        self._answer(_CALLS).setdefault("tool_calls", []).append(call)

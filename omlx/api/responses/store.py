@@ -1,0 +1,136 @@
+"""Responses that are kept to be read again and to go on from: in memory, so many and so many bytes, per API key."""
+
+import json
+import logging
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from omlx.api.openai import compact_json
+from omlx.errors import BadRequest, NotFound
+from omlx.sizes import format_size
+
+logger = logging.getLogger("omlx.responses")
+
+MAX_RESPONSES = 2000
+MAX_BYTES = 128 << 20
+
+Item = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """`data` is JSON of the response and of the input items that came with its request."""
+
+    owner: bytes
+    data: bytes
+    previous: str | None
+    items: tuple[str, ...]
+
+    def read(self) -> tuple[dict[str, Any], list[Item]]:
+        found = json.loads(self.data)
+        return found["response"], found["input"]
+
+
+class ResponseStore:
+    """Of one server, until it ends; used by the event loop alone. `owner` is whoever came with the same API key.
+
+    What was not used for longest goes first. A response is used when it is read and when a conversation goes on behind
+    it, then with all turns before it.
+    """
+
+    def __init__(self, max_responses: int = MAX_RESPONSES, max_bytes: int = MAX_BYTES) -> None:
+        self.bytes = 0
+        self._max_responses = max_responses
+        self._max_bytes = max_bytes
+        self._kept: OrderedDict[str, _Kept] = OrderedDict()
+        self._of_item: dict[tuple[bytes, str], str] = {}
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def keep(self, owner: bytes, response: dict[str, Any], given: list[Item]) -> None:
+        """Keeps a finished response and the input items of its request. One larger than the whole store is not kept."""
+        data = compact_json({"response": response, "input": given}).encode()
+        if len(data) > self._max_bytes:
+            logger.warning("a response is not stored: it has %s", format_size(len(data)))
+            return
+        items = tuple(item["id"] for item in (*given, *response["output"]) if "id" in item)
+        name = response["id"]
+        self._kept[name] = _Kept(owner, data, response["previous_response_id"], items)
+        self._of_item |= {(owner, item): name for item in items}
+        self.bytes += len(data)
+        while len(self._kept) > self._max_responses or self.bytes > self._max_bytes:
+            self._drop(next(iter(self._kept)))
+
+    def response(self, owner: bytes, name: str) -> dict[str, Any]:
+        """Raises NotFound."""
+        return self._find(owner, name).read()[0]
+
+    def delete(self, owner: bytes, name: str) -> None:
+        """Raises NotFound."""
+        self._find(owner, name)
+        self._drop(name)
+
+    def given(self, owner: bytes, name: str) -> list[Item]:
+        """What a response is the answer to: the turns before it, as far as they are still there, and its own input.
+
+        Raises NotFound.
+        """
+        kept = self._find(owner, name)
+        turns = [kept.read()[1]]
+        if kept.previous is not None:
+            turns += [turn for turn in self._turns_back(owner, kept.previous) if turn is not None]
+        return [item for turn in reversed(turns) for item in turn]
+
+    def conversation(self, owner: bytes, name: str) -> list[Item]:
+        """All items up to the end of a response: what was said to the model in all turns, and what it answered.
+
+        Raises BadRequest if one of the turns is not there.
+        """
+        turns = []
+        for turn in self._turns_back(owner, name):
+            if turn is None:
+                raise BadRequest(
+                    f"previous_response_id: Previous response with id {name!r} not found, or a turn before it is gone",
+                    param="previous_response_id",
+                    code="previous_response_not_found",
+                )
+            turns.append(turn)
+        return [item for turn in reversed(turns) for item in turn]
+
+    def item(self, owner: bytes, item_id: str) -> Item | None:
+        """An item of one of the owner's responses."""
+        name = self._of_item.get((owner, item_id))
+        if name is None:
+            return None
+        response, given = self._find(owner, name).read()
+        return next(item for item in (*given, *response["output"]) if item.get("id") == item_id)
+
+    def _turns_back(self, owner: bytes, name: str) -> Iterator[list[Item] | None]:
+        """Input and output of a response and of those before it, latest first; None at the end for one that is gone."""
+        upcoming: str | None = name
+        while upcoming is not None:
+            kept = self._kept.get(upcoming)
+            if kept is None or kept.owner != owner:
+                yield None
+                return
+            self._kept.move_to_end(upcoming)
+            response, given = kept.read()
+            yield given + response["output"]
+            upcoming = kept.previous
+
+    def _find(self, owner: bytes, name: str) -> _Kept:
+        kept = self._kept.get(name)
+        if kept is None or kept.owner != owner:
+            raise NotFound(f"Response with id {name!r} not found.", param="response_id", code=None)
+        self._kept.move_to_end(name)
+        return kept
+
+    def _drop(self, name: str) -> None:
+        kept = self._kept.pop(name)
+        self.bytes -= len(kept.data)
+        for item in kept.items:
+            if self._of_item.get((kept.owner, item)) == name:
+                del self._of_item[kept.owner, item]
