@@ -92,9 +92,10 @@ _ITEMS = {
 }
 
 
-def _type_of(value: Any) -> Any:
-    """What is no object, or says nothing, is taken for a message, and what is wrong with it told as a message's."""
-    return value.get("type") if isinstance(value, dict) else None
+def _type_of(value: Any) -> str | None:
+    """None for what has no type: it is taken for the usual kind, and what is wrong with it is told as of that one."""
+    kind = value.get("type") if isinstance(value, dict) else None
+    return kind if isinstance(kind, str) else None
 
 
 def _item_tag(value: Any) -> str | None:
@@ -253,6 +254,6 @@ def _check_kinds(body: Mapping[str, Any], field: str, tag_of: _Check, reason: st
     given = body.get(field)
     for index, value in enumerate(given if isinstance(given, list) else ()):
         kind = _type_of(value)
-        if isinstance(kind, str) and tag_of(value) is None:
+        if kind is not None and tag_of(value) is None:
             place = f"{field}[{index}].type"
             raise BadRequest(f"{place}: {kind[:100]!r} {reason}", param=place, code="unsupported_parameter")
