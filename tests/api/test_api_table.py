@@ -10,12 +10,17 @@ from anthropic.types import message_count_tokens_params as counts
 from anthropic.types import message_create_params as messages
 from openai.types import completion_create_params as completions
 from openai.types.chat import completion_create_params as chats
+from openai.types.responses import response_create_params as responses
 from tokenizers.processors import TemplateProcessing
 
 from omlx.api import anthropic_body
 from omlx.api.anthropic_body import CountBody, MessagesBody
 from omlx.api.openai_body import NOT_SUPPORTED, Body, ChatBody, CompletionBody
+from omlx.api.responses import body as of_responses
 from omlx.api.tokens import DetokenizeBody, TokenizeBody
+from omlx.server import create_app
+from omlx.settings import Settings
+from tests.api.fakes import FakePool
 from tests.api.serving import CHAT, COMPLETION, call
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,6 +29,7 @@ BASES: dict[str, dict[str, Any]] = {
     "/v1/completions": COMPLETION,
     "/v1/messages": CHAT | {"max_tokens": 100},
     "/v1/messages/count_tokens": CHAT,
+    "/v1/responses": {"model": "tiny", "input": "hi"},
     "/tokenize": {"model": "tiny", "prompt": "hi"},
     "/detokenize": {"model": "tiny", "tokens": [1]},
 }
@@ -33,6 +39,10 @@ KNOWN: dict[str, tuple[type[Body], set[str]]] = {
     "/v1/completions": (CompletionBody, {*completions.CompletionCreateParamsBase.__annotations__, "stream"}),
     "/v1/messages": (MessagesBody, {*messages.MessageCreateParamsBase.__annotations__, *anthropic_body.NOT_SUPPORTED}),
     "/v1/messages/count_tokens": (CountBody, {*counts.MessageCountTokensParams.__annotations__}),
+    "/v1/responses": (
+        of_responses.ResponsesBody,
+        {*responses.ResponseCreateParamsBase.__annotations__, "stream", *of_responses.NOT_SUPPORTED},
+    ),
     "/tokenize": (TokenizeBody, set()),
     "/detokenize": (DetokenizeBody, set()),
 }
@@ -52,9 +62,23 @@ class Row(NamedTuple):
         return self.field.split("[")[0]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
+def pool():
+    return FakePool()
+
+
+@pytest.fixture(scope="module")
+def app(pool, tmp_path_factory):
+    """One for all rows; the tables know a stored response "resp_1" with the item "msg_1"."""
+    made = create_app(pool, Settings(home=tmp_path_factory.mktemp("home")))
+    said = {"id": "msg_1", "type": "message", "role": "user", "content": [{"type": "input_text", "text": "ho"}]}
+    made.state.responses.keep(b"", {"id": "resp_1", "previous_response_id": None, "output": []}, [said])
+    return made
+
+
+@pytest.fixture(scope="module")
 def engine(pool):
-    """The one of this folder; its texts begin with a token of their own, as those of many models do."""
+    """The pool's; its texts begin with a token of their own, as those of many models do."""
     tokenizer = pool.engine.tokenizer
     first = TemplateProcessing(single="<eos> $A", special_tokens=[("<eos>", tokenizer.eos_token_id)])
     tokenizer.backend_tokenizer.post_processor = first
@@ -89,7 +113,8 @@ def traces(app, engine, row: Row, fields: dict[str, Any]) -> tuple[Any, ...]:
     response = call(app, "POST", row.path, json=BASES[row.path] | fields)
     assert response.status_code == 200, response.text
     requests = [(r.prompt, r.sampling, r.use_cache, r.cache_salt) for r in engine.seen]
-    answer = re.sub(r'"(id|created)": ?("[^"]*"|\d+)', "", response.text)
+    new = "id|item_id|created|created_at|completed_at"
+    answer = re.sub(rf'"({new})": ?("[^"]*"|\d+)', "", response.text)
     return requests, answer, response.headers["content-type"]
 
 
@@ -135,7 +160,7 @@ def check_refused(app, row: Row, fields: dict[str, Any]) -> None:
 def test_every_field_has_a_row(path):
     body, of_client = KNOWN[path]
     fields = {field.alias or name for name, field in body.model_fields.items()} | of_client
-    if path.endswith("completions"):
+    if path in ("/v1/chat/completions", "/v1/completions"):
         fields |= NOT_SUPPORTED.keys() & {"prompt_logprobs", *of_client}
     assert {row.name for row in rows() if row.path == path} >= fields
 
