@@ -87,6 +87,16 @@ class Model:
         return None
 
 
+def test_calls_of_allowed_tools_only_and_text_as_ever():
+    model = Model(tokens=True)
+    spec, _ = model.constrained("auto", allowed=("now",))
+    for answer, taken in (("Hm.", True), (f"a {NOW_CALL} b", True), (CALL, False), (f"{NOW_CALL}\n{CALL}", False)):
+        assert model.takes(spec, answer) is taken
+    spec, _ = model.constrained("required", allowed=("now",))
+    for answer, taken in (("Hm.", False), (NOW_CALL, True), (CALL, False)):
+        assert model.takes(spec, answer) is taken
+
+
 @pytest.fixture(scope="module", params=[False, True], ids=["text", "tokens"])
 def model(request) -> Model:
     return Model(tokens=request.param)

@@ -1,5 +1,6 @@
 """Stored responses: what is kept, for whom, how much of it, and that nothing else is."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -181,6 +182,30 @@ def test_a_wrong_query_is_named(app, query, param):
     name = post(app).json()["id"]
     response = call(app, "GET", f"/v1/responses/{name}/input_items?{query}")
     assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+
+
+def rows() -> list[list[str]]:
+    text = (Path(__file__).resolve().parents[2] / "docs" / "API.md").read_text("utf-8")
+    table = text.partition("## Stored responses")[2].partition("\n## ")[0]
+    lines = [line for line in table.splitlines() if line.startswith("| `")]
+    return [[cell.strip(" `") for cell in line[1:-1].split("|")][:4] for line in lines]
+
+
+def test_every_row_of_the_documents_is_tried(app):
+    assert len(rows()) == 7
+    said = {"role": "user", "content": "hi", "id": "msg_1"}
+    name = post(app, input=[said, said | {"id": "msg_2"}]).json()["id"]
+    for endpoint, parameter, example, wrong in rows():
+        method, path = endpoint.replace("{id}", name).split()
+        plain = call(app, method, path)
+        assert plain.status_code == 200, endpoint
+        if parameter:
+            given = call(app, method, f"{path}?{example}")
+            assert given.status_code == 200
+            assert (given.json() == plain.json()) == (parameter == "stream"), parameter
+            refused = call(app, method, f"{path}?{wrong}")
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, parameter)
+    assert call(app, "GET", f"/v1/responses/{name}").status_code == 404  # the last row deletes it
 
 
 def test_the_events_of_a_stored_response_cannot_be_had(app):

@@ -110,6 +110,23 @@ def test_marks_are_text_where_no_tools_are_or_none_may_be_called(app, agent):
     assert "<tools>" in prompt_text(agent)  # the prompt stays as it is with them, and so does what is cached
 
 
+def test_allowed_tools_are_those_that_may_be_called_and_the_prompt_has_them_all(app, agent):
+    agent.reply = NOW_CALL
+    prompts = []
+    for mode in (None, "auto", "required"):
+        allowed = {"mode": mode, "tools": [{"type": "function", "function": {"name": "now"}}]}
+        choice = {"type": "allowed_tools", "allowed_tools": allowed} if mode else None
+        message, _ = message_of(app, tools=[WEATHER, NOW], tool_choice=choice)
+        assert calls_of(message) == [("now", {})]
+        prompts.append(agent.seen[-1].prompt)
+        grammar = agent.seen[-1].sampling.grammar
+        assert (grammar is None) == (mode is None)
+        assert grammar is None or ('"now' in grammar.text and "get_weather" not in grammar.text)
+    assert prompts[0] == prompts[1] == prompts[2]
+    error = chat(app, tools=[WEATHER], tool_choice=choice).json()["error"]
+    assert error["param"] == "tool_choice"
+
+
 def test_with_none_the_mark_of_a_call_is_held_down_if_it_is_a_token(app, agent):
     agent.tokenizer.add_tokens(["<tool_call>"], special_tokens=True)
     agent.vocab_size = len(agent.tokenizer)
