@@ -18,6 +18,7 @@ from typing import NamedTuple
 import xxhash
 
 from omlx.storage.folder import escaped
+from omlx.storage.idle_processor import has_idle_processor
 from omlx.storage.tensor_file import (
     ALIGNMENT,
     DTYPES,
@@ -37,8 +38,8 @@ _NAME_BYTES = 255  # what file systems allow
 _MARK = b"omlxfeat"
 _END = struct.Struct("<16sI8s")  # checksum, length of the label in front of it, mark
 _MAX_LABEL = 1 << 20
-_SEGMENT = 1 << 20  # bytes read before they are hashed: they are in the processor's cache then
-_SHARED = 4  # segments from which on a second thread helps
+_SEGMENT = 1 << 18  # bytes read before they are hashed: they are in the processor's cache then
+_SHARED = 16  # segments from which on a second thread helps
 _HEADER_READ = 1024
 _MODEL_NAME = re.compile(r"(.*)-[0-9a-f]{16}(?:\.[0-9a-f]{16})?", re.DOTALL)
 _HEADER = re.compile(
@@ -47,8 +48,6 @@ _HEADER = re.compile(
 # As MLX writes them: numpy has no bfloat16 and calls it two bytes of anything.
 _DESCR = {name: "<V2" if name == "BF16" else dtype.str for name, dtype in DTYPES.items()}
 _DTYPE_OF = {descr: name for name, descr in _DESCR.items()}
-
-
 _helper = ThreadPoolExecutor(1, thread_name_prefix="omlx-reads-features")
 
 
@@ -105,10 +104,8 @@ def feature_file_size(key: FeatureKey, spec: TensorSpec) -> int:
 def write_feature_file(path: Path, temporary: Path, key: FeatureKey, features: BlockBuffer) -> None:
     """Writes a block of one tensor under the `temporary` name, then renames it. Raises OSError."""
     header, label, data = _header(features.specs[0]), _label(key), memoryview(features.data)
-    checksum = xxhash.xxh3_128(header + label)
-    for at in range(0, data.nbytes, _SEGMENT):
-        checksum.update(xxhash.xxh3_128_digest(data[at : at + _SEGMENT]))
-    trailer = label + _END.pack(checksum.digest(), len(label), _MARK)
+    digests = [xxhash.xxh3_128_digest(data[at : at + _SEGMENT]) for at in range(0, data.nbytes, _SEGMENT)]
+    trailer = _trailer(header, label, digests)
     replace_file(path, temporary, [memoryview(header), data, memoryview(trailer)])
 
 
@@ -119,49 +116,55 @@ def read_feature_file(path: Path, key: FeatureKey, place: Callable[[TensorSpec],
     written, UnknownFormat if it is one of another version, OSError if it cannot be read. The memory then holds
     garbage.
     """
-    label = _label(key)
     with opened(path) as fd:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
             raise DamagedBlock("it is no file")
-        found = _read_label(fd)
-        if found is not None and found.key == key and not found.known:
-            raise UnknownFormat(f"its format is {found.format!r}")
-        size = os.fstat(fd).st_size
-        spec, header = _read_header(fd)
-        if size != feature_file_size(key, spec):
-            raise DamagedBlock(f"its length is {size}")
-        data = place(spec)
-        digests = _read_segments(fd, data, len(header))
-        trailer = os.pread(fd, len(label) + _END.size, len(header) + data.nbytes)
-    checksum = xxhash.xxh3_128_digest(header + label + b"".join(digests))
-    if trailer != label + _END.pack(checksum, len(label), _MARK):
+        try:
+            _read_checked(fd, status.st_size, key, place)
+        except DamagedBlock:
+            found = _read_label(fd)
+            if found is not None and found.key == key and not found.known:
+                raise UnknownFormat(f"its format is {found.format!r}") from None
+            raise
+        return status.st_size
+
+
+def _read_checked(fd: int, size: int, key: FeatureKey, place: Callable[[TensorSpec], memoryview]) -> None:
+    spec, header = _read_header(fd)
+    label = _label(key)
+    if size != len(header) + spec.nbytes + len(label) + _END.size:
+        raise DamagedBlock(f"its length is {size}")
+    digests = _read_segments(fd, place(spec), len(header))
+    trailer = os.pread(fd, len(label) + _END.size, len(header) + spec.nbytes)
+    if trailer != _trailer(header, label, digests):
         raise DamagedBlock("it was changed, or holds the features of another image")
-    return size
 
 
 def _read_segments(fd: int, data: memoryview, offset: int) -> list[bytes]:
     """Fills `data` from `offset` on; the digest of each segment. Raises DamagedBlock, OSError.
 
-    One thread reads and hashes a segment while another does the next: reading alone is as fast as hashing alone.
+    Where a processor has nothing to do, another thread reads and hashes some of them.
     """
-    segments = [data[at : at + _SEGMENT] for at in range(0, data.nbytes, _SEGMENT)]
-    digests = [b""] * len(segments)
-    left = iter(range(len(segments)))
+    digests = [b""] * -(-data.nbytes // _SEGMENT)
+    left = iter(range(len(digests)))
     failures: list[Exception] = []
 
     def work() -> None:
         try:
             for index in left:
-                fill(fd, [segments[index]], offset + index * _SEGMENT)
-                digests[index] = xxhash.xxh3_128_digest(segments[index])
+                segment, at = data[index * _SEGMENT : (index + 1) * _SEGMENT], offset + index * _SEGMENT
+                if (got := os.preadv(fd, [segment], at)) < segment.nbytes:
+                    fill(fd, [segment[got:]], at + got)
+                digests[index] = xxhash.xxh3_128_digest(segment)
         except (OSError, DamagedBlock) as error:
             failures.append(error)
 
-    helper = _ask_for_help(work) if len(segments) >= _SHARED else None
+    helper = _ask_for_help(work) if len(digests) >= _SHARED and has_idle_processor() else None
     work()
-    if helper is not None and not helper.cancel():  # where no processor was free for it, nobody waits for it
+    if helper is not None and not helper.cancel():  # if it has not begun by now, nobody waits for it
         helper.result()
-    segments.clear()  # a task that was cancelled is in the queue still, and would keep the memory
+    data = memoryview(b"")  # a task that was cancelled is in the queue still, and would keep the memory
     if failures:
         raise failures[0]
     return digests
@@ -171,6 +174,11 @@ def _ask_for_help(work: Callable[[], None]) -> "Future[None] | None":
     with contextlib.suppress(RuntimeError):  # when the interpreter ends, there is none any more
         return _helper.submit(work)
     return None
+
+
+def _trailer(header: bytes, label: bytes, digests: list[bytes]) -> bytes:
+    checksum = xxhash.xxh3_128_digest(header + label + b"".join(digests))
+    return label + _END.pack(checksum, len(label), _MARK)
 
 
 def read_label(path: Path) -> FeatureLabel | None:

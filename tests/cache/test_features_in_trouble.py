@@ -15,8 +15,10 @@ import numpy as np
 import pytest
 
 from omlx.cache.vision_feature_cache import VisionFeatureSSDCache
+from omlx.storage import feature_file
 from omlx.storage.feature_file import FeatureKey, feature_name
 from omlx.storage.folder import VISION_FOLDER
+from omlx.storage.idle_processor import has_idle_processor
 from omlx.storage.open_stores import open_store, release_store
 from tests.storage.children import (
     REPOSITORY,
@@ -29,7 +31,7 @@ from tests.storage.children import (
 
 MODEL = "m-0123456789abcdef"
 MB = 1 << 20
-LARGE = (3, 1 << 20)  # float32: 12 MB, many segments, read by two threads
+LARGE = (3, 1 << 20)  # float32: 12 MB, many segments, read by two threads where a processor is idle
 MEDIUM = (2, 1 << 18)  # 2 MB: its memory is used again
 
 
@@ -147,7 +149,13 @@ def test_two_models_in_one_folder_share_the_limit_and_a_restart_knows_the_order_
         assert mx.array_equal(again.get(f"h{n}", names[n % 2]), mx.full((1000,), n)).item()
 
 
-# ---- files that are not what they should be, also large ones, which two threads read
+# ---- files that are not what they should be, also large ones, which one or two threads read
+
+
+@pytest.fixture(params=[True, False], ids=["a processor is idle", "none is"])
+def idle(request, monkeypatch) -> bool:
+    monkeypatch.setattr(feature_file, "has_idle_processor", lambda: request.param)
+    return request.param
 
 
 def flip(path: Path, at: int) -> None:
@@ -157,7 +165,7 @@ def flip(path: Path, at: int) -> None:
 
 
 @pytest.mark.parametrize("at", [200, MB + 200, 5 * MB, -MB, -300, -20])
-def test_a_flipped_bit_anywhere_in_a_large_file_is_a_miss_and_heals(opened, tmp_path, at):
+def test_a_flipped_bit_anywhere_in_a_large_file_is_a_miss_and_heals(opened, tmp_path, idle, at):
     cache = opened()
     put(cache, 1, shape=LARGE)
     cache.flush(10)
@@ -169,7 +177,7 @@ def test_a_flipped_bit_anywhere_in_a_large_file_is_a_miss_and_heals(opened, tmp_
 
 
 @pytest.mark.parametrize("left", [0, 100, MB, 7 * MB + 13, -1])
-def test_a_large_file_that_was_cut_is_a_miss(opened, tmp_path, left):
+def test_a_large_file_that_was_cut_is_a_miss(opened, tmp_path, idle, left):
     cache = opened()
     put(cache, 1, shape=LARGE)
     cache.flush(10)
@@ -178,7 +186,7 @@ def test_a_large_file_that_was_cut_is_a_miss(opened, tmp_path, left):
     assert not found(cache, 1, LARGE) and cache.stats.files.damaged == 1 and wait_for(lambda: not path.exists())
 
 
-def test_a_file_that_is_cut_while_it_is_read_is_a_miss(opened, tmp_path, monkeypatch):
+def test_a_file_that_is_cut_while_it_is_read_is_a_miss(opened, tmp_path, idle, monkeypatch):
     cache = opened()
     put(cache, 1, shape=LARGE)
     cache.flush(10)
@@ -186,17 +194,18 @@ def test_a_file_that_is_cut_while_it_is_read_is_a_miss(opened, tmp_path, monkeyp
 
     def cutting(*args):
         readers.add(threading.current_thread())
-        if len(readers) == 2:
+        if len(readers) == 1 + idle:
             os.truncate(path, 2 * MB)
             both.set()
-        assert both.wait(20)  # for the second thread
+        assert both.wait(20)  # for the second thread, if there is to be one
         return preadv(*args)
 
     monkeypatch.setattr(os, "preadv", cutting)
-    assert not found(cache, 1, LARGE) and cache.stats.errors == 1
+    assert not found(cache, 1, LARGE) and cache.stats.errors == 1 and len(readers) == 1 + idle
 
 
-def test_features_are_read_without_the_second_thread_where_it_has_no_time(opened, tmp_path, monkeypatch):
+@pytest.mark.parametrize("idle", [True], indirect=True)
+def test_features_are_read_without_the_second_thread_where_it_has_no_time(opened, idle, monkeypatch):
     cache, preadv, go, held = opened(), os.preadv, threading.Event(), threading.Event()
     put(cache, 1, 2, shape=LARGE)
     cache.flush(10)
@@ -218,6 +227,15 @@ def test_features_are_read_without_the_second_thread_where_it_has_no_time(opened
     go.set()
     other.join(20)
     assert cache.stats.disk_loads == 3 and cache.stats.errors == 0
+
+
+def test_a_processor_is_idle_if_fewer_threads_than_there_are_want_to_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    load = tmp_path / "loadavg"
+    for said, idle in (("9.1 9 9 3/299 1\n", True), ("0.1 0 0 4/299 1\n", False), ("", True), ("1 1 1 x/2 1", True)):
+        load.write_text(said)
+        assert has_idle_processor(load) is idle
+    assert has_idle_processor(tmp_path / "nothing")
 
 
 def test_swapped_files_of_two_pictures_are_misses(opened, tmp_path):
