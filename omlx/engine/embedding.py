@@ -74,12 +74,13 @@ class EncodeJob:
         rest = (index for index in range(len(self.inputs)) if index not in self.rows)
         return (Place(len(self.inputs[index].ids), order, index) for index in rest)
 
-    def finish(self) -> bool:
-        """Hands the rows out; False if nobody wants them any more."""
-        if not self.future.set_running_or_notify_cancel():
-            return False
+    def claim(self) -> bool:
+        """Whether somebody wants the rows; if so the request cannot be given up any more."""
+        return self.future.set_running_or_notify_cancel()
+
+    def answer(self) -> None:
+        """Hands the rows out."""
         self.future.set_result(np.stack([self.rows[index] for index in range(len(self.inputs))]))
-        return True
 
     def fail(self, error: OmlxError) -> None:
         if self.future.set_running_or_notify_cancel():
@@ -206,9 +207,11 @@ class EncodeScheduler:
         job.tokens_left -= place.tokens
         if len(job.rows) == len(job.inputs):
             del self._jobs[place.order]
-            done = job.finish()
-            self.stats.finished += done
-            self.stats.dropped += not done
+            wanted = job.claim()
+            self.stats.finished += wanted  # first: who has the answer finds it counted
+            self.stats.dropped += not wanted
+            if wanted:
+                job.answer()
 
 
 class EmbeddingEngine:

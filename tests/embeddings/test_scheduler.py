@@ -172,6 +172,18 @@ def test_everybody_is_told_when_it_ends():
                 one.future.result(timeout=0)
 
 
+def test_what_was_answered_is_counted_already():
+    scheduler, _ = warm(AT_ONCE)
+    asked, counted = [job(5), job(7), job(2)], []
+    for one in asked:
+        one.future.add_done_callback(lambda _: counted.append((scheduler.stats.finished, scheduler.stats.dropped)))
+        scheduler.add(one)
+    asked[2].future.cancel()
+    counted.clear()
+    finish(scheduler)
+    assert sorted(counted) == [(2, 1), (3, 1)]  # one was finished before
+
+
 # ---- what text generation gives away
 
 
