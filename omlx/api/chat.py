@@ -69,8 +69,13 @@ class VisionPrompts(Protocol):
         pictures: Sequence[Picture],
         salt: str = "",
         tools: Sequence[dict[str, Any]] = (),
+        *,
+        use_cache: bool = True,
     ) -> tuple[list[int], PromptVision | None]:
-        """Token ids, and the pictures in them: the k-th part {"type": "image"} is `pictures[k]`. Raises BadRequest."""
+        """Token ids, and the pictures in them: the k-th part {"type": "image"} is `pictures[k]`. Raises BadRequest.
+
+        Without `use_cache` nothing that is stored of the pictures is used, and nothing is stored.
+        """
 
 
 class Asker(Protocol):
@@ -224,7 +229,8 @@ def prompt_tokens(engine: Engine, asked: ChatRequest) -> tuple[list[int], Prompt
         return tokenize(engine, asked), None
     assert len(prompt.pictures) == len(prompt.images), "the images were not read"
     messages, tools = _with_tools(engine, prompt)
-    return engine.vision.prompt(messages, prompt.template_args, prompt.pictures, asked.cache_salt, tools)
+    salt, use_cache = asked.cache_salt, asked.use_cache
+    return engine.vision.prompt(messages, prompt.template_args, prompt.pictures, salt, tools, use_cache=use_cache)
 
 
 def tokenize(engine: Engine, asked: ChatRequest) -> list[int]:

@@ -96,12 +96,12 @@ class VLMEngine(Engine):
         """A picture's features: stored ones, or by the encoder, which then puts them into the cache at once.
 
         None after a piece of the encoder's work, to be called again. A picture that several prompts show is
-        encoded once. Raises what preprocessing or the encoder raised.
+        encoded once, whether they use the cache or not. Raises what preprocessing or the encoder raised.
         """
         key = user.feature_key(image.digest)
         encoding = self._encodings.get(key)
         if encoding is None:
-            stored = self._stored(key, image)
+            stored = self._stored(key, image) if user.use_cache else None
             if stored is not None:
                 user.reused += 1
                 return stored
@@ -158,7 +158,7 @@ class VLMEngine(Engine):
         mx.eval(features)
         encoding.features = features
         self.vision_stats.vision_encoder_calls += 1
-        if self._vision_feature_cache is not None:
+        if self._vision_feature_cache is not None and any(user.use_cache for user in encoding.users):
             self._vision_feature_cache.put(encoding.key, self._feature_name, features)
         mx.clear_cache()  # what the encoder worked with
 
@@ -190,14 +190,19 @@ class VisionPrompts:
         tools: Sequence[dict[str, Any]] = (),
         *,
         ready: bool = True,
+        use_cache: bool = True,
     ) -> tuple[list[int], PromptImages | None]:
         """Token ids of a conversation (`ready`: for the answer), and its pictures (None if it has none).
 
         The k-th part {"type": "image"} of the messages is `pictures[k]`. Pictures under different salts share no
-        features. Blocks for a while. Raises BadRequest.
+        features; without `use_cache` stored ones are not used, and none are stored. Blocks for a while. Raises
+        BadRequest.
         """
         tokens, images = self._template.tokens(messages, template_args, pictures, tools, ready=ready)
-        return tokens, PromptImages(tokens, images, self._engine, mrope=self._mrope, salt=salt) if images else None
+        if not images:
+            return tokens, None
+        options = {"mrope": self._mrope, "use_cache": use_cache}
+        return tokens, PromptImages(tokens, images, self._engine, salt=salt, **options)
 
 
 def _pixels(family: VisionFamily, picture: Picture) -> Pixels:

@@ -42,6 +42,7 @@ class PromptImages:
     """The pictures of a prompt of `tokens`, in order; `mrope`: the model counts rope positions along them.
 
     `encoded` of its pictures were computed for this prompt, `reused` were there; those in restored KV are neither.
+    Without `use_cache` stored features are not used, and none are stored.
     """
 
     def __init__(
@@ -52,7 +53,9 @@ class PromptImages:
         *,
         mrope: bool,
         salt: str = "",
+        use_cache: bool = True,
     ) -> None:
+        self.use_cache = use_cache
         self._images = tuple(images)
         self._source = source
         self._salt = salt.encode()

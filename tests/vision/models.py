@@ -97,7 +97,7 @@ class VisionBench(Bench):
     def show(self, *turns: Part | Prompt, **options: Any) -> Request:
         """Queues a question."""
         asked, pictures = messages(*turns)
-        tokens, vision = self.engine.vision.prompt(asked, {}, pictures)
+        tokens, vision = self.engine.vision.prompt(asked, {}, pictures, use_cache=options.get("cache", True))
         return self.add(tokens, vision=vision, **({"max_tokens": 6, "ignore_eos": True} | options))
 
     def see(self, *turns: Part | Prompt, **options: Any) -> Request:

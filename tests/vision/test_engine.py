@@ -32,7 +32,7 @@ def home(tmp_path: Path) -> Path:
 
 async def show(engine: Engine, *turns: Any, cache: bool = True) -> tuple[list[Any], Request]:
     asked, pictures = messages(*turns)
-    tokens, vision = await asyncio.to_thread(engine.vision.prompt, asked, {}, pictures)
+    tokens, vision = await asyncio.to_thread(engine.vision.prompt, asked, {}, pictures, use_cache=cache)
     params = SamplingParams(max_tokens=6, temperature=0, top_logprobs=3, ignore_eos=True)
     request = Request(f"r{time.monotonic_ns()}", tokens, params, use_cache=cache, vision=vision)
     return [(o.token, o.logprob, o.top_logprobs) async for o in engine.generate(request)], request
@@ -81,6 +81,18 @@ async def test_features_alone_survive_for_prompts_that_are_new(home: Path) -> No
         seen = await figures(pool, "idefics3")
         assert (seen["vision_encoder_calls"], seen["vision_feature_hits"]) == (0, 2)
         assert said == (await show(engine, ["Another question: ", B, A, "?"], cache=False))[0]
+
+
+async def test_without_the_cache_features_are_neither_used_nor_stored(home: Path) -> None:
+    async with running(None, home) as pool:
+        engine = await pool.get("idefics3")
+        alone, _ = await show(engine, *TURNS[0], cache=False)
+        assert (await figures(pool, "idefics3"))["features"]["ram_entries"] == 0
+        for count in (1, 2):
+            assert (await show(engine, *TURNS[0]))[0] == (await show(engine, *TURNS[0], cache=False))[0] == alone
+            seen = await figures(pool, "idefics3")
+            assert seen["vision_encoder_calls"] == 2 + count  # one of them for the cache
+            assert (seen["vision_feature_hits"], seen["vision_feature_misses"]) == (0, 1)
 
 
 async def test_many_at_once_with_and_without_pictures(home: Path) -> None:

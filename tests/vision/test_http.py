@@ -85,6 +85,18 @@ async def test_choices_tools_and_streams_with_pictures(tmp_path: Path) -> None:
             assert streamed.status_code == 200 and "[DONE]" in streamed.text
 
 
+async def test_a_request_without_the_cache_is_encoded_anew_and_leaves_nothing(tmp_path: Path) -> None:
+    async with serving(tmp_path) as server:
+        question = user(part(A), "What is this?")
+        alone = await ask(server, "idefics3", question, cache=False)
+        probed = await server.post("/admin/cache_probe", model="idefics3", messages=[question])
+        assert probed.json()["cached_tokens"] == 0 and probed.json()["images"][0]["features"] is None
+        await ask(server, "idefics3", question)
+        assert await ask(server, "idefics3", question, cache=False) == alone and alone[2] == 0
+        seen = (await server.pool.cache_figures())["models"]["idefics3"]
+        assert seen["vision_encoder_calls"] == 3 and seen["vision_feature_hits"] == 0
+
+
 async def test_what_cannot_be_seen_is_refused(tmp_path: Path) -> None:
     async with serving(tmp_path) as server:
         for model, picture, message in (

@@ -142,11 +142,18 @@ def test_a_picture_shown_twice_in_a_prompt_is_encoded_once(family: str) -> None:
     assert bench.answer(request) == cold(family, [A, A, STORY, A, "Which?"])
 
 
-def test_a_picture_shown_by_two_requests_at_once_is_encoded_once(features: VisionFeatureSSDCache) -> None:
+@pytest.mark.parametrize("caches", [(True, True), (True, False), (False, True), (False, False)])
+def test_a_picture_shown_by_two_requests_at_once_is_encoded_once(
+    features: VisionFeatureSSDCache, caches: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And stored if one of them uses the cache."""
+    monkeypatch.setattr("omlx.engine.vlm._PIECE_S", 0.0)  # one layer at a time, so that the second finds it under way
     bench = VisionBench("idefics3", DictStore(), features)
-    pair = [bench.show([text, A, STORY]) for text in ("First. ", "Now another question about it. ")]
+    texts = ("First. ", "Now another question about it. ")
+    pair = [bench.show([text, A, STORY], cache=cache) for text, cache in zip(texts, caches, strict=True)]
     bench.run()
     assert bench.failures == {} and bench.encoded == 1
+    assert features.usage.ram_entries == any(caches)
     assert sorted((request.vision.encoded, request.vision.reused) for request in pair) == [(0, 1), (1, 0)]
     for request, text in zip(pair, ("First. ", "Now another question about it. "), strict=True):
         assert words(bench.answer(request)) == words(cold("idefics3", [text, A, STORY]))
