@@ -34,7 +34,7 @@ class SeeingEngine(FakeEngine):
         super().__post_init__()
         self.vision = self
 
-    def prompt(self, messages: Any, args: Any, shown: Any, salt: str = "", tools: Any = ()) -> tuple[list[int], None]:
+    def prompt(self, messages: Any, args: Any, shown: Any, *_: Any, **_options: Any) -> tuple[list[int], None]:
         self.prompts.append((messages, list(shown)))
         return [1, 2, 3], None
 
