@@ -198,7 +198,8 @@ def _call(item: Any, form: AnswerFormat) -> ToolCall | None:
         return None
     try:
         written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-    except (TypeError, ValueError):  # a Python literal that JSON does not have
+        written.encode()
+    except (TypeError, ValueError):  # a Python literal that JSON does not have, or half of a surrogate pair
         return None
     return ToolCall(_call_id(item, form), name, written)
 

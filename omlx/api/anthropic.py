@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import re
 import uuid
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -43,6 +45,8 @@ _MODES: dict[str, Literal["auto", "none", "required", "named"]] = {
 _EFFORTS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
 # Clients hand it back with the thought, unread; some drop a thought that has none.
 _SIGNATURE = "omlx"
+# In JSON: the first half without the second, or the second without the first.
+_HALF_PAIR = re.compile(r"\\u[dD][89abAB]\w\w(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB]\w\w)\\u[dD][c-fC-F]\w\w")
 _KINDS = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -327,7 +331,14 @@ def _block(part: TextPiece | ReasoningPiece | ToolCall) -> dict[str, Any]:
 
 def _input(arguments: str) -> Any:
     """The arguments as an object. Of what the limit cut, as much as is certain: as clients read it from a stream."""
-    return from_json(arguments, allow_partial=True) if arguments else {}
+    with suppress(ValueError):
+        return from_json(arguments, allow_partial=True)
+    whole = _HALF_PAIR.sub(r"\\ufffd", arguments)
+    with suppress(ValueError):
+        return from_json(whole, allow_partial=True)
+    with suppress(ValueError, RecursionError):
+        return json.loads(whole)  # goes deeper
+    return {}
 
 
 def _frame(name: str, **members: Any) -> str:

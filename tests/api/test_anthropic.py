@@ -144,6 +144,13 @@ def test_an_enforced_call_is_streamed_in_pieces_also_if_the_limit_cuts_it(app, a
     assert (cut["content"][0]["input"], cut["stop_reason"]) == ('{"days": 2, "city": "K', "max_tokens")
 
 
+def test_half_of_a_surrogate_pair_in_a_call_is_no_500(app, agent):
+    agent.reply = '<tool_call>\n{"name": "now", "arguments": {"a": "\\ud83d x \\ud83d\\ude00 \\ude00"}}\n</tool_call>'
+    assert content_of(app, tools=[NOW]) == [text(agent.reply)]
+    whole = ask(app, tools=[NOW], tool_choice={"type": "any"}).json()
+    assert whole["content"][0]["input"] == {"a": "\ufffd x 😀 \ufffd"}
+
+
 def test_a_stop_sequence_is_found_across_tokens_and_told(app, agent):
     agent.reply = "<think>one. two</think>Three. four"
     body = both_ways(app, stop_sequences=["zzz", ". f"])
