@@ -12,6 +12,7 @@ from omlx.settings import Settings
 from tests.api.fakes import REPLY, FakeEngine, FakePool
 from tests.api.grammar_responses import read_response, same_as_whole
 from tests.api.serving import call
+from tests.api.test_pictures import SeeingEngine, part, png
 from tests.small_tokenizers import with_tools
 
 RESPONSE = {"model": "tiny", "input": "hi"}
@@ -35,6 +36,7 @@ PATCH = {
 FILES = {"type": "namespace", "name": "files", "description": "Files.", "tools": [{"type": "function", "name": "read"}]}
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"days": 2, "city": "Köln"}}\n</tool_call>'
 NOW_CALL = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+KEEP = {"keep": True}  # this template shows past reasoning then
 
 
 @pytest.fixture(scope="module")
@@ -243,7 +245,7 @@ def test_items_become_messages(app, agent):
         said("assistant", [{"type": "refusal", "refusal": "no"}]),
         said("developer", "be brief"),
     ]  # fmt: skip
-    whole(app, input=items, chat_template_kwargs={"keep": True})
+    whole(app, input=items, chat_template_kwargs=KEEP)
     assert prompt_text(agent) == (
         "<system>be kind\n<user>one\ntwo\n<assistant><think>hm</think>I look.\n"
         '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Bonn"}}\n</tool_call>\n'
@@ -256,6 +258,25 @@ def test_an_answer_in_another_order_is_several_messages(app, agent):
     now = {"type": "function_call", "call_id": "a", "name": "now", "arguments": "{}"}
     whole(app, input=[said("user", "u"), said("assistant", "a"), now, said("assistant", "b"), said("assistant", "c")])
     assert prompt_text(agent) == f"<user>u\n<assistant>a\n{NOW_CALL}\n<assistant>b\n<assistant>c\n<assistant>"
+
+
+def test_an_answer_that_ended_in_its_reasoning_is_a_message_of_its_own(app, agent):
+    thought = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "hm"}]}
+    whole(app, input=[said("user", "u"), thought, said("user", "v"), said("assistant", "w")], chat_template_kwargs=KEEP)
+    assert prompt_text(agent) == "<user>u\n<assistant><think>hm</think>\n<user>v\n<assistant>w\n<assistant>"
+
+
+def test_pictures_reach_models_that_take_them_also_from_earlier_turns(app, pool):
+    pool.engines = {"tiny": SeeingEngine()}
+    picture = {"type": "input_image", "image_url": part(png(2))["image_url"]["url"], "detail": "low"}
+    first = whole(app, input=[said("user", [{"type": "input_text", "text": "What?"}, picture])])
+    second = [{"type": "message", **said("user", [picture, picture])}]
+    whole(app, input=second, previous_response_id=first["id"])
+    (once, _), (messages, shown) = pool.engine.prompts[0], pool.engine.prompts[-1]
+    assert once == [said("user", [{"type": "text", "text": "What?"}, {"type": "image"}])]
+    assert [message["role"] for message in messages] == ["user", "assistant", "user"]
+    assert messages[0] == once[0] and messages[2]["content"] == [{"type": "image"}] * 2
+    assert [found.size for found in shown] == [(2, 5)] * 3
 
 
 def test_instructions_come_first_and_take_in_the_system_messages_behind_them(app, agent):
