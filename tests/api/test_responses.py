@@ -176,6 +176,13 @@ def test_a_call_whose_arguments_the_limit_cuts_is_incomplete(app, agent):
     assert agent.reply.partition('"arguments": ')[2].startswith(item["arguments"])
 
 
+def test_half_a_character_behind_a_call_is_no_message(app, agent):
+    agent.reply = f"{CALL}ö"
+    body = both_ways(app, tools=[WEATHER], top_logprobs=1, max_output_tokens=len(CALL.encode()) + 1)
+    assert [(item["type"], item["status"]) for item in body["output"]] == [("function_call", "completed")]
+    assert body["status"] == "incomplete"
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_streams_keep_to_the_grammar_whatever_the_model_writes(app, agent, seed):
     rng = random.Random(seed)
