@@ -31,7 +31,7 @@ os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 T = TypeVar("T")
-Message = dict[str, str]
+Message = dict[str, Any]
 
 RESULTS = Path(__file__).parent / "results"
 STARTER = "smollm2-135m"

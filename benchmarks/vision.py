@@ -1,11 +1,13 @@
 """Pictures: what is kept of them, and how fast it is kept and read back.
 
-    python benchmarks/vision.py [--quick] [--parts features] [--reps 61]
+    python benchmarks/vision.py [--quick] [--parts features,model] [--reps 61]
 
 features  the features of one picture, 10 MB of float32 and of bfloat16, put and read back from files in the page cache,
           each beside the raw copy or read
+model     questions about pictures to a server with a random model of SmolVLM's size: the first, the second from RAM and
+          after a restart, each beside a question about a text of as many tokens, of which as many are cached
 
-Raw and ours take turns, so what else the machine does meets both.
+Raw and ours, picture and text take turns, so what else the machine does meets both.
 """
 
 import argparse
@@ -18,6 +20,7 @@ import numpy as np
 from common import BenchmarkError, note, parser, run
 from report import Report, Spread, Table, Target
 from storage import in_turn, read_all, seconds, share, touched
+from vision_model import model
 
 from omlx.cache.vision_feature_cache import VisionFeatureSSDCache
 from omlx.storage.feature_file import FeatureKey, feature_name
@@ -70,7 +73,7 @@ class Features:
         return taken
 
 
-def features(report: Report, args: argparse.Namespace, work: Path) -> None:
+async def features(report: Report, args: argparse.Namespace, work: Path) -> None:
     """put and get of large features."""
     reading = report.table("read a picture's features from a file in the page cache", *COLUMNS)
     keeping = report.table("put a picture's features, with 2 of 4 in RAM", *COLUMNS)
@@ -162,14 +165,14 @@ def add(
 
 # ---- the program
 
-PARTS = {"features": features}
+PARTS = {"features": features, "model": model}
 
 
 async def main(args: argparse.Namespace, work: Path) -> None:
     report = Report("vision", args)
     for name, part in PARTS.items():
         if name in args.parts:
-            part(report, args, work)
+            await part(report, args, work)
     report.finish()
 
 
@@ -178,9 +181,13 @@ def options() -> argparse.Namespace:
     made.add_argument("--parts", type=_parts, default=tuple(PARTS), help="which, with commas between (default all)")
     made.add_argument("--reps", type=int, default=61)
     made.add_argument("--feature-bytes", type=int, default=10_000_000, help="of one picture's features")
+    made.add_argument("--tiles", type=int, default=1, help="tiles of 512 pixels along a side that pictures are seen as")
+    made.add_argument("--pictures", type=int, default=3, help="how many the encoder gets to see")
+    made.add_argument("--questions", type=int, default=15, help="second questions about them, from RAM")
+    made.add_argument("--restarts", type=int, default=5, help="and after a restart of the server")
     args: argparse.Namespace = made.parse_args()
     if args.quick:
-        args.reps = 3
+        args.reps, args.pictures, args.questions, args.restarts = 3, 1, 2, 1
     return args
 
 

@@ -13,7 +13,7 @@ from omlx.cache.grid import PrefillGrid
 from omlx.cache.prefix_cache import BlockAwarePrefixCache, PrefixMatch, Restored, StoredPart
 from omlx.cache.reading import RestoreTooSlow
 from omlx.metrics import ChunkTime, RestoreTime, SchedulerStats
-from omlx.request import Request
+from omlx.request import EncoderCost, Request
 
 # A wait may cost the leader's work on so many tokens for each token that it saves.
 _WORTH = 2
@@ -131,7 +131,7 @@ class SharedPrefills:
 
 
 class StoredPrefixes:
-    """Loads of a stored prefix as much as is faster to load than to compute."""
+    """Loads of a stored prefix as much as is faster to load than to compute, pictures' features included."""
 
     def __init__(self, cache: BlockAwarePrefixCache, chunk_time: ChunkTime, stats: SchedulerStats) -> None:
         self._cache = cache
@@ -141,14 +141,15 @@ class StoredPrefixes:
     def load(self, request: Request, tokens: list[int], capacity: int, *, resumes: bool) -> Restored | None:
         """What is stored of all but the last of `tokens`, in layer caches with room for `capacity`."""
         found, keys = 0, request.cache_tokens(tokens)
+        costs = request.vision.encoder_costs() if request.vision is not None else []
         for _ in range(2):  # the second time without what turned out to be slow
             match = self._cache.match(
                 request.request_id, keys, request.cache_salt, resumes=resumes, images=request.images
             )
             found = max(found, match.tokens)
-            match = self._worth_loading(match, len(tokens) - 1)
+            match = self._worth_loading(match, len(tokens) - 1, costs)
             try:
-                restored = self._cache.restore(match, capacity, partial(self._compute_s, match.tokens))
+                restored = self._cache.restore(match, capacity, partial(self._compute_s, costs, match.tokens))
             except RestoreTooSlow:
                 self._stats.abandoned_restores += 1
                 continue
@@ -157,18 +158,24 @@ class StoredPrefixes:
         self._stats.recomputed_tokens += found
         return None
 
-    def _worth_loading(self, match: PrefixMatch, prefill_end: int) -> PrefixMatch:
-        speed, compute_s = self._cache.restore_time, self._compute_s(match.tokens, 0)
+    def _worth_loading(self, match: PrefixMatch, prefill_end: int, costs: Sequence[EncoderCost] = ()) -> PrefixMatch:
+        speed, compute_s = self._cache.restore_time, self._compute_s(costs, match.tokens, 0)
         metas = [*(block.meta for block in match.blocks), *(companion.meta for companion in match.companions)]
         nbytes = sum(meta.file_size for meta in metas)
         if compute_s is None or speed.at_most(nbytes) <= compute_s:
             return match
-        end = best_end(self._cache.parts(match), speed, partial(self._compute_s, prefill_end))
+        end = best_end(self._cache.parts(match), speed, partial(self._compute_s, costs, prefill_end))
         return match if end == match.tokens else self._cache.shorten(match, end)
 
-    def _compute_s(self, end: int, start: int) -> float | None:
-        """Seconds to compute the tokens [start, end) when nobody else runs; None until a chunk was seen."""
-        return self._chunk_time.seconds(end - start, start)
+    def _compute_s(self, costs: Sequence[EncoderCost], end: int, start: int) -> float | None:
+        """Seconds to compute the tokens [start, end) when nobody else runs; None until a chunk was seen.
+
+        A picture that goes on behind `end` needs its features in any case.
+        """
+        seconds = self._chunk_time.seconds(end - start, start)
+        if seconds is None:
+            return None
+        return seconds + sum(cost.seconds for cost in costs if start < cost.end <= end)
 
 
 def best_end(parts: Sequence[StoredPart], load: RestoreTime, compute: Callable[[int], float | None]) -> int:

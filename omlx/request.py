@@ -84,6 +84,13 @@ class ImageStart(NamedTuple):
     digest: bytes
 
 
+class EncoderCost(NamedTuple):
+    """Seconds that the encoder takes for a picture, whose last position is in front of `end`, if some are computed."""
+
+    end: int
+    seconds: float
+
+
 class PromptVision(Protocol):
     """The pictures of one prompt, as the scheduler needs them; but for the fields on the MLX thread only.
 
@@ -107,6 +114,9 @@ class PromptVision(Protocol):
 
     def release(self) -> None:
         """The features are not needed for now; `prepare` may be called again."""
+
+    def encoder_costs(self) -> list[EncoderCost]:
+        """Of the pictures whose features are not stored, as far as the encoder's speed is known by now."""
 
     def feature_key(self, digest: bytes) -> str:
         """Names the features of a picture where they are stored."""

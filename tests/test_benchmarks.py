@@ -50,3 +50,15 @@ def test_putting_and_reading_features_is_measured(monkeypatch, tmp_path):
     tables = json.loads((tmp_path / "vision-quick.json").read_text())["tables"]
     assert [len(table["targets"]) for table in tables] == [4, 2]
     assert all(target["value"] > 0 for target in tables[0]["targets"])
+
+
+def test_questions_about_pictures_are_measured(monkeypatch, tmp_path):
+    """With a real server; the figures are the tiny model's."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    vision = importlib.import_module("vision")
+    monkeypatch.setattr(sys, "argv", ["vision.py", "--quick", "--parts", "model", "--results", str(tmp_path)])
+    asyncio.run(vision.main(vision.options(), tmp_path))
+    (table,) = json.loads((tmp_path / "vision-quick.json").read_text())["tables"]
+    calls = {row[0]: row[3] for row in table["rows"]}
+    assert calls.pop("first about a picture") == "1" and set(calls.values()) == {"0"} and len(calls) == 4
+    assert {row[4] for row in table["rows"][1:]} == {"1"}

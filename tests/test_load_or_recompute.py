@@ -17,6 +17,7 @@ from omlx.cache.prefix_cache import PrefixMatch, StoredPart
 from omlx.cache.prefix_search import MatchedBlock
 from omlx.cache.reading import BlockRead, BlockReaders, RestoreTooSlow
 from omlx.metrics import RestoreTime, SchedulerStats
+from omlx.request import EncoderCost
 from tests.dict_store import DictStore
 from tests.test_scheduler import close, cold, prompt
 from tests.tiny import Bench, TinyRunner
@@ -126,6 +127,27 @@ def test_what_lies_beside_blocks_has_to_be_loaded_as_well():
     )
     chunks: Any = SimpleNamespace(seconds=lambda tokens, at: 0.1 * tokens)
     assert StoredPrefixes(cache, chunks, SchedulerStats())._worth_loading(match, 11).tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("costs", "end"),
+    [
+        ([], 0),
+        ([EncoderCost(15, 1.5)], 20),  # what is behind it is computed
+        ([EncoderCost(40, 5.0)], 40),
+        ([EncoderCost(42, 10.0)], 0),  # goes on behind the match: needed anyway
+    ],
+)
+def test_pictures_that_would_be_encoded_again_are_worth_loading(costs, end):
+    metas = [BlockMeta(bytes([at]), 10, file_size=1, start=at) for at in range(0, 40, 10)]
+    match = PrefixMatch("r", tuple(MatchedBlock(meta, meta.start, 10) for meta in metas), 40, 40, "off", ())
+    cache: Any = SimpleNamespace(
+        restore_time=known(ssd=1.5),
+        parts=lambda match: parts(*["ssd"] * 4),
+        shorten=lambda match, end: match._replace(tokens=end),
+    )
+    chunks: Any = SimpleNamespace(seconds=lambda tokens, at: 0.1 * tokens)
+    assert StoredPrefixes(cache, chunks, SchedulerStats())._worth_loading(match, 45, costs).tokens == end
 
 
 # ---- reading

@@ -79,6 +79,7 @@ class VLMEngine(Engine):
         self._vision_feature_cache = feature_cache
         self._feature_name = feature_name
         self._encodings: dict[str, _Encoding] = {}
+        self._encoded_positions = 0
         template = VisionTemplate(self.tokenizer, self.name, model.family, self.context_length * self.longest_token)
         self.vision = VisionPrompts(template, self, model.family)
 
@@ -114,6 +115,15 @@ class VLMEngine(Engine):
         if encoding.features is None:
             self._advance(encoding, wait_s)
         return encoding.features
+
+    def encoder_s(self, image: PlacedImage, user: PromptImages) -> float:
+        """See `prompt_images.FeatureSource`. By what pictures took so far, in proportion to their positions."""
+        key, cache = user.feature_key(image.digest), self._vision_feature_cache
+        if cache is not None and cache.tier_of(key, self._feature_name) is not None:
+            return 0.0
+        if not self._encoded_positions:
+            return 0.0
+        return self.vision_stats.vision_encoder_s / self._encoded_positions * len(image.positions)
 
     def _stored(self, key: str, image: PlacedImage) -> mx.array | None:
         """What the cache has, unless it is not what this model's encoder gives."""
@@ -158,6 +168,7 @@ class VLMEngine(Engine):
         mx.eval(features)
         encoding.features = features
         self.vision_stats.vision_encoder_calls += 1
+        self._encoded_positions += len(features)
         if self._vision_feature_cache is not None and any(user.use_cache for user in encoding.users):
             self._vision_feature_cache.put(encoding.key, self._feature_name, features)
         mx.clear_cache()  # what the encoder worked with

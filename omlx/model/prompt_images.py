@@ -13,7 +13,7 @@ import numpy.typing as npt
 from omlx.cache.block import image_ids
 from omlx.model.vision_qwen import mrope_positions
 from omlx.model.vision_template import PlacedImage
-from omlx.request import ImageStart
+from omlx.request import EncoderCost, ImageStart
 
 _PIECE_S = 0.05  # how long `prepare` goes on with the next picture
 
@@ -26,6 +26,9 @@ class FeatureSource(Protocol):
 
         Waits no longer than `wait_s` for other threads. `user` is remembered until `let_go`.
         """
+
+    def encoder_s(self, image: PlacedImage, user: "PromptImages") -> float:
+        """Seconds that the encoder will take for a picture; 0 if its features are there, or nothing is known of it."""
 
     def let_go(self, user: "PromptImages", but: Collection[bytes] = ()) -> None:
         """`user` needs no features that it asked for, `but` those of pictures with these digests."""
@@ -101,6 +104,12 @@ class PromptImages:
         """See `request.PromptVision`."""
         self._features.clear()
         self._source.let_go(self)
+
+    def encoder_costs(self) -> list[EncoderCost]:
+        """See `request.PromptVision`. A picture that is shown twice is needed up to the last time."""
+        last = {image.digest: image for image in self._images}.values()
+        costs = (EncoderCost(image.end, self._source.encoder_s(image, self)) for image in last)
+        return [cost for cost in costs if cost.seconds]
 
     def _drop_before(self, start: int) -> None:
         needed = {image.digest for image in self._images if image.end > start}

@@ -192,6 +192,21 @@ def test_stored_features_spare_the_encoder_when_the_state_is_gone(features: Visi
     assert bench.engine.figures["vision_feature_hits"] == 1
 
 
+def test_a_picture_costs_what_the_encoder_took_for_others_unless_its_features_are_stored(
+    features: VisionFeatureSSDCache,
+) -> None:
+    bench = VisionBench("idefics3", DictStore(), features)
+    first = bench.show([STORY, A, "x"])
+    assert first.vision.encoder_costs() == []  # nothing is known yet
+    bench.run()
+    second = bench.show([B, STORY, A, " and ", B, "x"])
+    ((end, seconds),) = second.vision.encoder_costs()  # those of A are stored
+    of_a, both = ([at for at, key in enumerate(r.vision.keys) if key >= 1 << 31] for r in (first, second))
+    assert end == both[-1] + 1
+    each = bench.engine.vision_stats.vision_encoder_s / len(of_a)
+    assert seconds == pytest.approx(each * (len(both) - len(of_a)) / 2)
+
+
 def test_stored_features_that_do_not_fit_the_model_are_a_miss(features: VisionFeatureSSDCache) -> None:
     bench = VisionBench("gemma3", DictStore(), features)
     request = bench.show([A, "What is this?"])
