@@ -18,6 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from omlx import __version__
+from omlx.access.body_budget import BodyBudget
 from omlx.access.checks import AdminCheck, KeyCheck, PageCheck, api_key_of
 from omlx.access.cross_origin import CrossOrigin
 from omlx.access.keys import KeyRing
@@ -97,6 +98,7 @@ def create_app(pool: admin.AdminPool, settings: Settings) -> FastAPI:
 def _add_checks(app: FastAPI, settings: Settings, keys: KeyRing) -> None:
     """Whoever is added last is asked first."""
     origins = settings.cors_origin or ()
+    app.add_middleware(BodyBudget)
     app.add_middleware(AdminCheck, key=settings.admin_key.get_secret_value() if settings.admin_key else None)
     if keys:
         app.add_middleware(KeyCheck, keys=keys)

@@ -24,6 +24,7 @@ from urllib.parse import unquote, urlsplit
 
 import httpx
 
+from omlx.api.holding import hold
 from omlx.errors import BadRequest
 from omlx.model.images import MAX_BYTES
 from omlx.sizes import format_size
@@ -93,15 +94,18 @@ class ImageSource:
     tls: Callable[[], ssl.SSLContext] = _tls
 
     async def fetch(self, url: str) -> bytes:
-        """The bytes behind a URL. Raises BadRequest, which does not say which image it was."""
+        """The bytes behind a URL. Raises BadRequest, which does not say which image it was, and Overloaded."""
         scheme = url[:12].lower().partition(":")[0]
         if scheme == "data" and url[4:5] == ":":
             return await asyncio.to_thread(from_data_url, url)
         if scheme in ("http", "https"):
-            return await self._remote(url)
-        if scheme == "file" or "://" not in url:
-            return await self._local(url)
-        raise BadRequest(f"images come as data:, http(s): or file: URLs, not as {_shown(url)}")
+            data = await self._remote(url)
+        elif scheme == "file" or "://" not in url:
+            data = await self._local(url)
+        else:
+            raise BadRequest(f"images come as data:, http(s): or file: URLs, not as {_shown(url)}")
+        hold(len(data))  # those of data: URLs count in the body
+        return data
 
     # ---- the web
 

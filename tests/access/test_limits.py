@@ -1,9 +1,10 @@
 """Requests that are too large or too slow, over real sockets."""
 
+import asyncio
 import json
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,10 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from omlx.access import limits
+from omlx.access import body_budget, limits
+from omlx.api.holding import ByteBudget, Held, current
+from omlx.api.image_source import ImageSource
+from omlx.errors import Overloaded
 from omlx.server import create_app
 from omlx.settings import Settings
 from tests.api.fakes import FakePool
@@ -84,6 +88,51 @@ def test_a_body_that_is_announced_too_large_is_not_read(address: tuple[str, int]
         with socket.create_connection(address, timeout=10) as client:
             client.sendall(HEAD + b"Content-Length: " + length + b"\r\n\r\n")
             assert first_answer(client)[0] == 413
+
+
+async def test_bodies_of_all_requests_together_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(body_budget, "MAX_HELD_BYTES", 300_000)
+    app, taken, go = create_app(FakePool(), Settings(home=tmp_path)), asyncio.Event(), asyncio.Event()
+
+    async def padded(nbytes: int, wait: bool = False) -> AsyncIterator[bytes]:
+        yield b" " * nbytes
+        if wait:
+            taken.set()
+            await go.wait()
+        yield json.dumps(CHAT).encode()
+
+    async def post(content: AsyncIterator[bytes]) -> httpx.Response:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            return await client.post("/v1/chat/completions", content=content)
+
+    assert (await post(padded(500_000))).status_code == 200  # alone it may be larger
+    slow = asyncio.create_task(post(padded(200_000, wait=True)))
+    await taken.wait()
+    refused = await post(padded(250_000))
+    assert refused.status_code == 503 and refused.headers["retry-after"]
+    assert "hold 293 KB" in refused.json()["error"]["message"]
+    assert (await post(padded(60_000))).status_code == 200  # words have room
+    assert (await post(padded(150_000))).status_code == 200
+    go.set()
+    assert (await slow).status_code == 200
+    assert (await post(padded(250_000))).status_code == 200
+
+
+async def test_images_that_were_fetched_count_like_bodies(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(bytes(200_000))
+    source, budget = ImageSource(local_folder=tmp_path), ByteBudget(300_000)
+    first, second = Held(budget), Held(budget)
+    for held in (first, second):
+        current.set(held)
+        if held is first:
+            assert len(await source.fetch("a.png")) == 200_000
+        else:
+            with pytest.raises(Overloaded):
+                await asyncio.gather(source.fetch("a.png"), source.fetch("a.png"))
+    first.release()
+    second.release()
+    assert budget.held == 0
 
 
 @pytest.mark.parametrize(
