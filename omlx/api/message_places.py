@@ -37,16 +37,39 @@ def where_it_differs(engine: Engine, prompt: ChatPrompt, tokens: Sequence[int], 
 
 def message_at(engine: Engine, prompt: ChatPrompt, tokens: Sequence[int], position: int) -> int:
     """Which message the token at `position` belongs to: the number of those that end before it."""
-
-    def end(count: int) -> int:
-        """Tokens that the prompt shares with its first messages alone."""
-        try:
-            text = render(engine, replace(prompt, messages=prompt.messages[:count]), ready=False)
-            head = encode(engine, text, "messages", special=False)
-        except BadRequest:  # some templates want a whole turn
-            return 0
-        pairs = enumerate(zip(head, tokens, strict=False))
-        return next((at for at, (mine, other) in pairs if mine != other), min(len(head), len(tokens)))
-
     counts = range(1, len(prompt.messages) + 1)
-    return bisect_right(counts, position, key=end)
+    return bisect_right(counts, position, key=lambda count: _end(engine, prompt, tokens, count))
+
+
+def _end(engine: Engine, prompt: ChatPrompt, tokens: Sequence[int], count: int) -> int:
+    """How many tokens the prompt's first messages take.
+
+    They are what the prompt shares with these messages alone, unless the template writes them otherwise where they are
+    the last ones (it shows what the last answer was thinking). Then they go up to where other words in the messages
+    behind them make a difference, which counts what stands before these words to them.
+    """
+    messages = prompt.messages
+    alone = _rendered(engine, replace(prompt, messages=messages[:count]))
+    shared = _common(alone, tokens)
+    if shared == len(alone) > 0 or count == len(messages):
+        return shared
+    others = [*messages[:count], *map(_reworded, messages[count:])]
+    return max(shared, _common(_rendered(engine, replace(prompt, messages=others)), tokens))
+
+
+def _rendered(engine: Engine, prompt: ChatPrompt) -> list[int]:
+    try:
+        return encode(engine, render(engine, prompt, ready=False), "messages", special=False)
+    except BadRequest:  # some templates want a whole turn
+        return []
+
+
+def _common(a: Sequence[int], b: Sequence[int]) -> int:
+    pairs = enumerate(zip(a, b, strict=False))
+    return next((at for at, (mine, other) in pairs if mine != other), min(len(a), len(b)))
+
+
+def _reworded(message: dict[str, Any]) -> dict[str, Any]:
+    """The same message with texts that begin otherwise."""
+    texts = {name: message[name] for name in ("content", "reasoning_content") if isinstance(message.get(name), str)}
+    return message | {name: "b" if text.startswith("a") else "a" for name, text in texts.items()}
