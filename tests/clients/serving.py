@@ -56,4 +56,5 @@ class ServerProcess:
             if line.startswith("curl "):
                 return line.split()[1].removesuffix("/chat/completions").removesuffix("/v1")
         self._process.kill()
+        self._process.wait()
         raise AssertionError((self._home / "server.log").read_text())
