@@ -35,7 +35,7 @@ model: $(RUN)
 
 test: check model $(NODE_PACKAGES)
 	@.venv/bin/omlx pull $(EMBEDDER)
-	.venv/bin/python -m pytest $(ARGS)
+	.venv/bin/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 check: $(DEV)
 	.venv/bin/ruff check .
