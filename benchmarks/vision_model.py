@@ -32,7 +32,7 @@ RNG = np.random.default_rng(0)
 MOST_RATIO = 1.5
 COLUMNS = (
     "question", "prompt tokens", "cached", "encoder calls", "features reused", "TTFT picture", "min to max",
-    "TTFT text", "min to max", "runs", "picture / text",
+    "TTFT text", "min to max", "runs", "picture / text", "of CPU time",
 )  # fmt: skip
 FIRST = "first about a picture"
 SECOND = "second, from RAM"
@@ -151,6 +151,7 @@ class Case:
 
     picture: list[Answer] = field(default_factory=list)
     text: list[Answer] = field(default_factory=list)
+    cpu: list[tuple[float, float]] = field(default_factory=list)
     encoded: list[int] = field(default_factory=list)
     reused: list[int] = field(default_factory=list)
 
@@ -158,6 +159,11 @@ class Case:
     def ratio(self) -> float:
         """Median over the pairs, each measured at nearly the same time."""
         return Spread.of([a.ttft / b.ttft for a, b in zip(self.picture, self.text, strict=True)]).median
+
+    @property
+    def cpu_ratio(self) -> float:
+        """The same of the server's CPU time, which other work on the machine changes less."""
+        return Spread.of([picture / max(text, 0.01) for picture, text in self.cpu]).median
 
 
 class Bench:
@@ -192,12 +198,15 @@ class Bench:
         """A question about each; which of them comes first changes every time."""
         number, case = next(self._numbers), self.cases[name]
         before = f"{number:03d} Look at this with care.\n" if other_words else ""
+        cpu = {}
         for shown in reversed(pair) if len(case.text) % 2 else pair:
-            asked = question(shown, number, before)
+            asked, started = question(shown, number, before), self._cpu_s()
             if isinstance(shown, str):
                 case.text.append(await ask(self._server, asked, max_tokens=1))
             else:
                 case.picture.append(await self._see(case, asked))
+            cpu[type(shown)] = self._cpu_s() - started
+        case.cpu.append((cpu[dict], cpu[str]))
         seen, read = case.picture[-1], case.text[-1]
         if (seen.prompt_tokens, seen.cached_tokens) != (read.prompt_tokens, read.cached_tokens):
             raise BenchmarkError(
@@ -206,6 +215,9 @@ class Bench:
             )
         cached = f"{seen.cached_tokens} of {seen.prompt_tokens} cached"
         note(f"{name}: picture {seen.ttft:.3f} s, text {read.ttft:.3f} s, {cached}")
+
+    def _cpu_s(self) -> float:
+        return sum(self._server.process.cpu_times()[:2])
 
     async def _see(self, case: Case, messages: list[Message]) -> Answer:
         before = await self._server.probe()
@@ -269,7 +281,7 @@ def add(table: Table, name: str, case: Case) -> None:
         targets = [Target(f"{name}, encoder calls", max(case.encoded), 0, "at most")]
         targets += [Target(f"{name}, over a text of equal length", case.ratio, MOST_RATIO, "at most", "x")]
     counted = (_range(case.encoded), _range(case.reused))
-    table.add(name, *tokens, *counted, *seen[:2], *read, f"{case.ratio:.2f}", targets=targets)
+    table.add(name, *tokens, *counted, *seen[:2], *read, f"{case.ratio:.2f}", f"{case.cpu_ratio:.2f}", targets=targets)
 
 
 def _range(values: Sequence[int]) -> str:
