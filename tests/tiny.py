@@ -13,7 +13,7 @@ from omlx.cache.interface import CacheManager
 from omlx.cache.layer_state import CacheLayout
 from omlx.cache.paged_cache import PagedCacheManager
 from omlx.cache.prefix_cache import BlockAwarePrefixCache, CacheIdentity
-from omlx.request import ImageStart, PromptVision, Request, SamplingParams, TokenOutput
+from omlx.request import EncoderCost, ImageStart, PromptVision, Request, SamplingParams, TokenOutput
 from omlx.scheduler import Failure, Scheduler, SchedulerConfig
 
 VOCAB = 300
@@ -56,6 +56,9 @@ class TinyVision:
 
     def release(self) -> None:
         self.released += 1
+
+    def encoder_costs(self) -> list[EncoderCost]:
+        return []
 
 
 class TinyRunner:
