@@ -267,7 +267,7 @@ def test_windows_that_are_computed_because_that_is_faster_are_in_ram_afterwards(
     bench.ask(text)
     assert store.flush(10)
     store.evict_from_ram(1 << 30)
-    monkeypatch.setattr(StoredPrefixes, "_worth_loading", lambda self, match, end: self._cache.shorten(match, 0))
+    monkeypatch.setattr(StoredPrefixes, "_worth_loading", lambda self, match, *_: self._cache.shorten(match, 0))
     assert bench.ask(text).stats.cached_tokens == 0
     monkeypatch.undo()
     again = bench.ask([*text[:90], 1, 2]).stats

@@ -209,15 +209,14 @@ def test_a_picture_costs_what_the_encoder_took_for_others_unless_its_features_ar
 
 def test_stored_features_that_do_not_fit_the_model_are_a_miss(features: VisionFeatureSSDCache) -> None:
     bench = VisionBench("gemma3", DictStore(), features)
-    request = bench.show([A, "What is this?"])
-    key = request.vision.starts[0].digest.hex()
-    for wrong in (mx.zeros((3, 64)), mx.zeros((16, 64), mx.float16)):
+    for words, wrong in (("Look: ", mx.zeros((3, 64))), ("And now: ", mx.zeros((16, 64), mx.float16))):
+        request = bench.show([words, A, "What is this?"])  # with other words before it the picture is needed again
+        key = request.vision.starts[0].digest.hex()
         features.put(key, "tiny", wrong)
         bench.run()
-        assert bench.answer(request) == cold("gemma3", [A, "What is this?"])
-        request = bench.show([A, "What is this?"], cache=False)
+        assert bench.answer(request) == cold("gemma3", [words, A, "What is this?"])
     assert bench.encoded == 2 and features.get(key, "tiny").shape == (16, 64)
-    bench.run()
+    bench.see(["Once more: ", A, "What is this?"])
     assert bench.encoded == 2
 
 
