@@ -6,6 +6,7 @@ since h11 lets a larger one pass that came in one piece. The body is bounded whe
 
 import asyncio
 import json
+import re
 import sys
 from http import HTTPStatus
 from typing import Any
@@ -33,6 +34,9 @@ REST_S = 10.0
 # A connection without a request is kept so long for the next one.
 KEEP_ALIVE_S = 30
 
+# What may be a number that is read as infinity: with three digits in its exponent, or that long.
+_HUGE_NUMBER = re.compile(rb"[\[:,\s]-?(?:[0-9.]{309}|[0-9.]+[eE]\+?[0-9]{3})")
+
 
 async def read_json(http: Request) -> dict[str, Any]:
     """The body as a JSON object. Raises BadRequest; HTTPException 413 when it is too large, 408 when too slow."""
@@ -44,6 +48,8 @@ async def read_json(http: Request) -> dict[str, Any]:
     try:
         # Refuses what is no UTF-8, NaN, half of a surrogate pair, deep nesting and endless digits.
         parsed = from_json(body, allow_inf_nan=False)
+        if _HUGE_NUMBER.search(body):
+            json.dumps(parsed, allow_nan=False)  # 1e999 could not be written back as JSON
     except ValueError as error:
         raise BadRequest(f"the body is not valid JSON: {error}") from None
     if not isinstance(parsed, dict):

@@ -199,7 +199,8 @@ def _call(item: Any, form: AnswerFormat) -> ToolCall | None:
     try:
         written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
         written.encode()
-    except (TypeError, ValueError):  # a Python literal that JSON does not have, or half of a surrogate pair
+    # A Python literal that JSON does not have, half of a surrogate pair, or too deep.
+    except (TypeError, ValueError, RecursionError):
         return None
     return ToolCall(_call_id(item, form), name, written)
 
@@ -211,7 +212,7 @@ def tool_names(tools: Sequence[dict[str, Any]]) -> list[str]:
 def _loaded(text: str) -> Any:
     try:
         return json.loads(text or "{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
 
 
@@ -241,6 +242,6 @@ def _split_open_end(text: str) -> tuple[str, str]:
         for header in headers:
             if header.start() >= end:  # else it stands inside the arguments before
                 _, end = decoder.raw_decode(text, header.end())
-    except ValueError:
+    except (ValueError, RecursionError):
         return text, ""
     return text[:end], text[end:]

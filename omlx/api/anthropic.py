@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import sys
 import uuid
 from contextlib import suppress
 from dataclasses import replace
@@ -331,14 +332,22 @@ def _block(part: TextPiece | ReasoningPiece | ToolCall) -> dict[str, Any]:
 
 def _input(arguments: str) -> Any:
     """The arguments as an object. Of what the limit cut, as much as is certain: as clients read it from a stream."""
-    with suppress(ValueError):
-        return from_json(arguments, allow_partial=True)
     whole = _HALF_PAIR.sub(r"\\ufffd", arguments)
-    with suppress(ValueError):
-        return from_json(whole, allow_partial=True)
+    for text in (arguments, whole):
+        with suppress(ValueError):
+            return _finite(from_json(text, allow_partial=True))
     with suppress(ValueError, RecursionError):
-        return json.loads(whole)  # goes deeper
+        return _finite(json.loads(whole))  # goes deeper
     return {}
+
+
+def _finite(value: Any) -> Any:
+    """1e999 is read as infinity, which JSON does not have: the largest number stands for it."""
+    if isinstance(value, dict):
+        return {key: _finite(member) for key, member in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return max(-sys.float_info.max, min(value, sys.float_info.max)) if isinstance(value, float) else value
 
 
 def _frame(name: str, **members: Any) -> str:

@@ -1,8 +1,9 @@
 """Tools, calls and output formats as OpenAI's two chat endpoints have them."""
 
-import json
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
+
+from pydantic_core import from_json
 
 from omlx.api.chat import OutputFormat, ToolChoice
 from omlx.api.openai_body import AllowedTools, ChatBody, Function, JsonSchema, Message, MessageCall, NamedTool
@@ -132,12 +133,12 @@ def past_call(call_id: str | None, name: str, arguments: str | dict[str, Any] | 
 def _arguments(given: str | dict[str, Any] | None) -> Any:
     """As an object, in its own order: templates write it as the model had written it.
 
-    What is no JSON (an answer that was cut) goes into the prompt as it is.
+    What is no JSON (an answer that was cut, half of a surrogate pair) or too deep goes into the prompt as it is.
     """
     if not isinstance(given, str):
         return given or {}
     try:
-        return json.loads(given) if given.strip() else {}
+        return from_json(given) if given.strip() else {}
     except ValueError:
         return given
 

@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import json
+import sys
 from typing import Any
 
 import httpx
@@ -149,6 +150,12 @@ def test_half_of_a_surrogate_pair_in_a_call_is_no_500(app, agent):
     assert content_of(app, tools=[NOW]) == [text(agent.reply)]
     whole = ask(app, tools=[NOW], tool_choice={"type": "any"}).json()
     assert whole["content"][0]["input"] == {"a": "\ufffd x 😀 \ufffd"}
+
+
+def test_a_number_in_a_call_that_is_too_large_is_no_500(app, agent):
+    agent.reply = '<tool_call>\n{"name": "now", "arguments": {"a": [1e999, -1e999, 5]}}\n</tool_call>'
+    found = ask(app, tools=[NOW], tool_choice={"type": "any"}).json()["content"][0]["input"]
+    assert found == {"a": [sys.float_info.max, -sys.float_info.max, 5]}
 
 
 def test_a_stop_sequence_is_found_across_tokens_and_told(app, agent):

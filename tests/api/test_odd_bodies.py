@@ -161,6 +161,12 @@ NO_JSON = [
     b"[" * 100_000,
     b'{"a":' * 100_000,
     b'{"model": "tiny", "prompt": "hi", "temperature": 1e999}',
+    # Taken for infinity, they would be no JSON in an answer that repeats them, or where a response is kept.
+    *(
+        b'{"model": "tiny", "input": "hi", "messages": [{"role": "user", "content": "hi"}], "prompt": "hi", "metadata":'
+        b' null, "tool_choice": {"type": "function", "name": "f", "function": {"name": "f"}, "x": ' + huge + b'}}'
+        for huge in (b"1e999", b"-1.5E+400", b"9" * 400 + b".0", b"[1e0999]")
+    ),
 ]
 
 
@@ -196,6 +202,12 @@ def test_a_message_says_what_was_expected_and_repeats_no_text(app, stream):
     stop, role = (call(app, "POST", "/v1/chat/completions", json=body).json()["error"]["message"] for body in bodies)
     assert stop == "stop: input should be a valid string, or input should be a valid list"
     assert "private words" not in role
+
+
+def test_numbers_that_only_look_huge_are_taken(app):
+    for number in (b"1e308", b"1e000", b"0." + b"0" * 400 + b"1", b"1e-999", b'"a [1e999"'):
+        body = b'{"model": "tiny", "prompt": "hi", "x": [' + number + b"]}"
+        assert call(app, "POST", "/v1/completions", content=body).status_code == 200
 
 
 def test_odd_text_is_only_text(app):

@@ -176,7 +176,15 @@ def test_input_items_are_listed_in_pages(app):
 
 @pytest.mark.parametrize(
     ("query", "param"),
-    [("limit=0", "limit"), ("limit=101", "limit"), ("limit=x", "limit"), ("order=up", "order"), ("after=x", "after")],
+    [
+        ("limit=0", "limit"),
+        ("limit=101", "limit"),
+        ("limit=x", "limit"),
+        ("limit=" + "0" * 8 + "1" + "0" * 5000, "limit"),
+        ("limit=00000000150", "limit"),
+        ("order=up", "order"),
+        ("after=x", "after"),
+    ],
 )
 def test_a_wrong_query_is_named(app, query, param):
     name = post(app).json()["id"]

@@ -148,6 +148,26 @@ def test_an_empty_answer_is_an_empty_message(app, engine):
     assert [item["content"][0]["text"] for item in both_ways(app)["output"]] == [""]
 
 
+@pytest.mark.parametrize("tool", [WEATHER, PATCH], ids=["function", "custom"])
+def test_a_call_that_holds_odd_json_is_no_500(app, agent, tool):
+    # The engine here does not hold to the form: a call is taken for what it looks like.
+    agent.context_length = 20_000
+    for arguments in ('{"input": ' + "[" * 1500, '{"input": ' + "[" * 1500 + "]" * 1500 + "}"):
+        agent.reply = f'<tool_call>\n{{"name": "{tool["name"]}", "arguments": {arguments}}}\n</tool_call>'
+        for choice in ("auto", "required"):
+            asked = {"tools": [tool], "tool_choice": choice}
+            assert whole(app, **asked)["output"]
+            assert "server_error" not in respond(app, **asked, stream=True).text
+
+
+def test_half_of_a_surrogate_pair_in_a_custom_tools_input_is_replaced(app, agent):
+    agent.reply = '<tool_call>\n{"name": "apply_patch", "arguments": {"input": "a\\ud83d \\ud83d\\ude00"}}\n</tool_call>'
+    (item,) = whole(app, tools=[PATCH], tool_choice="required")["output"]
+    assert item["input"] == "a\ufffd 😀"
+    events = respond(app, tools=[PATCH], tool_choice="required", stream=True).text
+    assert events.count("response.completed") == 2 and "error" not in events.replace('"error":null', "")
+
+
 def test_a_custom_tool_is_called_with_a_text(app, agent):
     agent.reply = '<tool_call>\n{"name": "apply_patch", "arguments": {"input": "*** Begin\\n+ö"}}\n</tool_call>'
     (item,) = both_ways(app, tools=[PATCH])["output"]

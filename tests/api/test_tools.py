@@ -322,6 +322,20 @@ def test_a_call_goes_back_into_the_prompt_as_it_was_generated(app, agent):
     assert f"<assistant>{agent.reply}\n" in prompt_text(agent)
 
 
+@pytest.mark.parametrize("arguments", ['{"city": "\\ud83d"}', '{"a":' * 300 + "1" + "}" * 300, "[" * 5000])
+def test_arguments_of_past_calls_that_json_can_say_but_text_cannot_are_passed_on(app, agent, arguments):
+    call = {"type": "function", "id": "c", "function": {"name": "now", "arguments": arguments}}
+    agent.context_length = 20_000
+    assert chat(app, messages=[{"role": "assistant", "tool_calls": [call]}]).status_code == 200
+
+
+def test_a_call_whose_arguments_are_a_text_that_nests_deeply_is_text(app, agent):
+    agent.reply = '<tool_call>\n{"name": "now", "arguments": "' + "[" * 3000 + '"}\n</tool_call>'
+    agent.context_length = 20_000
+    response = chat(app, tools=[NOW])
+    assert (response.status_code, response.json()["choices"][0]["message"]["content"]) == (200, agent.reply)
+
+
 def test_arguments_that_are_no_json_are_passed_on(app, agent):
     messages = conversation()
     messages[1]["tool_calls"][0]["function"]["arguments"] = '{"city": "Bo'

@@ -248,6 +248,6 @@ class _CustomCall(_Call):
 def _is_json(text: str) -> bool:
     try:
         json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
     return True

@@ -1,5 +1,6 @@
 """The routes under /v1/responses."""
 
+import re
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
@@ -59,7 +60,7 @@ def _page(items: list[dict[str, Any]], query: Any) -> dict[str, Any]:
     order, limit, after = query.get("order", "desc"), query.get("limit", str(_LISTED)), query.get("after")
     if order not in ("asc", "desc"):
         raise BadRequest("order: asc or desc", param="order")
-    if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= MOST_LISTED):
+    if not (re.fullmatch("[0-9]{1,9}", limit) and 1 <= int(limit) <= MOST_LISTED):
         raise BadRequest(f"limit: a number from 1 to {MOST_LISTED}", param="limit")
     ordered = items if order == "asc" else items[::-1]
     start = 0

@@ -1,6 +1,7 @@
 """Tools of the Responses endpoint: models know functions only, so custom tools and namespaces are written as such."""
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ from omlx.api.responses.body import (
     ResponsesBody,
 )
 
+_HALF_PAIR = re.compile("[\ud800-\udfff]")
 _INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 
 
@@ -95,10 +97,13 @@ def custom_arguments(given: str) -> str:
 
 
 def custom_input(arguments: str) -> str:
-    """The input of a custom tool in the arguments that a model wrote; all of them if it is not there."""
+    """The input of a custom tool in the arguments that a model wrote; all of them if it is not there.
+
+    Half of a surrogate pair, which JSON can say, is no text.
+    """
     try:
         found = json.loads(arguments)
-    except ValueError:
+    except (ValueError, RecursionError):
         return arguments
     value = found.get("input") if isinstance(found, dict) else None
-    return value if isinstance(value, str) else arguments
+    return _HALF_PAIR.sub("\ufffd", value) if isinstance(value, str) else arguments
