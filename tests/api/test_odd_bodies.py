@@ -164,7 +164,7 @@ NO_JSON = [
     # Taken for infinity, they would be no JSON in an answer that repeats them, or where a response is kept.
     *(
         b'{"model": "tiny", "input": "hi", "messages": [{"role": "user", "content": "hi"}], "prompt": "hi", "metadata":'
-        b' null, "tool_choice": {"type": "function", "name": "f", "function": {"name": "f"}, "x": ' + huge + b'}}'
+        b' null, "tool_choice": {"type": "function", "name": "f", "function": {"name": "f"}, "x": ' + huge + b"}}"
         for huge in (b"1e999", b"-1.5E+400", b"9" * 400 + b".0", b"[1e0999]")
     ),
 ]

@@ -5,8 +5,10 @@ from typing import Any
 
 import pytest
 
+from omlx.api.holding import ByteBudget, Held, current
+from omlx.api.responses import store as response_store
 from omlx.api.responses.store import ResponseStore
-from omlx.errors import BadRequest, NotFound
+from omlx.errors import BadRequest, NotFound, Overloaded
 from omlx.server import create_app
 from omlx.settings import Settings
 from tests.api.fakes import FakePool
@@ -48,7 +50,7 @@ def test_the_number_is_bounded_and_the_oldest_goes_first():
         keep(store, name)
     assert there(store, *"abcd") == ["b", "c", "d"]
     assert len(store) == 3
-    assert store.item(ME, "a.in") is None and store.item(ME, "d.out") is not None
+    assert list(store.items(ME, ["a.in", "d.out"])) == ["d.out"]
 
 
 def test_the_bytes_are_bounded_and_counted_exactly():
@@ -105,7 +107,7 @@ def test_a_conversation_whose_turn_is_gone_cannot_go_on_but_be_read():
     assert (gone.value.param, gone.value.code) == ("previous_response_id", "previous_response_not_found")
     assert names(store.given(ME, "c")) == ["c.in"]
     assert names(store.conversation(ME, "a")) == ["a.in", "a.out"]
-    assert store.item(ME, "b.out") is None
+    assert not store.items(ME, ["b.out"])
 
 
 def test_an_item_that_came_back_is_found_where_it_was_last():
@@ -113,8 +115,8 @@ def test_an_item_that_came_back_is_found_where_it_was_last():
     keep(store, "a")
     store.keep(ME, response("b"), [{"id": "a.out"}])
     store.delete(ME, "b")
-    assert store.item(ME, "a.out") is None  # as deleted as its last place
-    assert store.item(ME, "a.in") is not None
+    assert not store.items(ME, ["a.out"])  # as deleted as its last place
+    assert store.items(ME, ["a.in"])
 
 
 # ---- over HTTP
@@ -150,6 +152,43 @@ def test_nothing_is_kept_where_that_is_asked_for(app):
     assert call(app, "GET", f"/v1/responses/{body['id']}").status_code == 404
     assert post(app, previous_response_id=body["id"]).status_code == 400
     assert post(app, input=[{"type": "item_reference", "id": "msg_1"}]).status_code == 404
+
+
+def test_a_response_is_read_once_however_many_of_its_items_are_wanted(monkeypatch):
+    read: list[int] = []
+    monkeypatch.setattr(response_store, "hold", read.append)
+    store = ResponseStore()
+    for name in "ab":
+        store.keep(ME, response(name), [{"id": f"{name}{number}"} for number in range(50)])
+    wanted = [f"{name}{number}" for number in range(50) for name in "ab"]
+    assert sorted(store.items(ME, [*wanted, "x"])) == sorted(wanted)
+    assert sum(read) == store.bytes and len(read) == 2
+    assert store.items(OTHER, wanted) == {}
+
+
+def test_a_reference_twice_is_refused(app):
+    """A few bytes would stand for as many large items as somebody likes."""
+    post(app, input=[{"role": "user", "content": "hi", "id": "msg_1"}])
+    reference = {"type": "item_reference", "id": "msg_1"}
+    assert post(app, input=[reference]).status_code == 200
+    refused = post(app, input=[reference, {"role": "user", "content": "hi"}, reference])
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "input[2].id")
+
+
+def test_what_is_read_counts_like_what_was_sent():
+    held = Held(budget := ByteBudget(150_000))
+    token = current.set(held)
+    try:
+        store = ResponseStore()
+        keep(store, "a", size=100_000)
+        keep(store, "b", "a", size=100_000)
+        assert len(store.conversation(ME, "b")) == 4
+        assert 130_000 < budget.held < 140_000  # the first 64 KiB are free
+        current.set(Held(budget))
+        with pytest.raises(Overloaded):
+            store.conversation(ME, "b")
+    finally:
+        current.reset(token)
 
 
 def test_input_items_are_listed_in_pages(app):

@@ -161,7 +161,9 @@ def test_a_call_that_holds_odd_json_is_no_500(app, agent, tool):
 
 
 def test_half_of_a_surrogate_pair_in_a_custom_tools_input_is_replaced(app, agent):
-    agent.reply = '<tool_call>\n{"name": "apply_patch", "arguments": {"input": "a\\ud83d \\ud83d\\ude00"}}\n</tool_call>'
+    agent.reply = (
+        '<tool_call>\n{"name": "apply_patch", "arguments": {"input": "a\\ud83d \\ud83d\\ude00"}}\n</tool_call>'
+    )
     (item,) = whole(app, tools=[PATCH], tool_choice="required")["output"]
     assert item["input"] == "a\ufffd 😀"
     events = respond(app, tools=[PATCH], tool_choice="required", stream=True).text

@@ -86,14 +86,31 @@ def _given(fields: ResponsesBody, body: Json, store: ResponseStore, owner: bytes
     if isinstance(fields.input, str):
         return [_Given({"role": "user"}, MessageItem(role="user", content=fields.input), "input")]
     pairs = enumerate(zip(body["input"], fields.input, strict=True))
-    return [_looked_up(_Given(raw, item, f"input[{at}]"), store, owner) for at, (raw, item) in pairs]
+    given = [_Given(raw, item, f"input[{at}]") for at, (raw, item) in pairs]
+    stored = store.items(owner, _references(given))
+    return [_looked_up(one, stored) for one in given]
 
 
-def _looked_up(given: _Given, store: ResponseStore, owner: bytes) -> _Given:
+def _references(given: list[_Given]) -> list[str]:
+    """The ids of the items that are referred to. Raises BadRequest for one that is there twice, as OpenAI does.
+
+    A short body could otherwise stand for any number of large items.
+    """
+    names: dict[str, None] = {}
+    for one in given:
+        if isinstance(one.item, ReferenceItem):
+            if one.item.id in names:
+                place = f"{one.place}.id"
+                raise BadRequest(f"{place}: Duplicate item found with id {one.item.id!r}.", param=place)
+            names[one.item.id] = None
+    return list(names)
+
+
+def _looked_up(given: _Given, stored: dict[str, Json]) -> _Given:
     if not isinstance(given.item, ReferenceItem):
         return given
     name, place = given.item.id, f"{given.place}.id"
-    raw = store.item(owner, name)
+    raw = stored.get(name)
     if raw is None:
         raise NotFound(f"{place}: Item with id {name!r} not found.", param=place, code=None)
     return _Given(raw, ITEM.validate_python(raw), given.place)

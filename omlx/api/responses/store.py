@@ -3,10 +3,11 @@
 import json
 import logging
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from omlx.api.holding import hold
 from omlx.api.openai import compact_json
 from omlx.errors import BadRequest, NotFound
 from omlx.sizes import format_size
@@ -29,6 +30,8 @@ class _Kept:
     items: tuple[str, ...]
 
     def read(self) -> tuple[dict[str, Any], list[Item]]:
+        """Raises Overloaded: what is read counts like the body of the request that it is read for."""
+        hold(len(self.data))
         found = json.loads(self.data)
         return found["response"], found["input"]
 
@@ -100,13 +103,16 @@ class ResponseStore:
             turns.append(turn)
         return [item for turn in reversed(turns) for item in turn]
 
-    def item(self, owner: bytes, item_id: str) -> Item | None:
-        """An item of one of the owner's responses."""
-        name = self._of_item.get((owner, item_id))
-        if name is None:
-            return None
-        response, given = self._find(owner, name).read()
-        return next(item for item in (*given, *response["output"]) if item.get("id") == item_id)
+    def items(self, owner: bytes, ids: Iterable[str]) -> dict[str, Item]:
+        """Those of the items that are in the owner's responses, each of which is read once: it may be large."""
+        wanted = set(ids)
+        found: dict[str, Item] = {}
+        for name in {self._of_item[owner, item_id]: None for item_id in ids if (owner, item_id) in self._of_item}:
+            response, given = self._find(owner, name).read()
+            for item in reversed([*given, *response["output"]]):
+                if item.get("id") in wanted and self._of_item.get((owner, item["id"])) == name:
+                    found[item["id"]] = item
+        return found
 
     def _turns_back(self, owner: bytes, name: str) -> Iterator[list[Item] | None]:
         """Input and output of a response and of those before it, latest first; None at the end for one that is gone."""
