@@ -46,6 +46,7 @@ class AnswerParser:
         self._stream: _JsonCall | None = None  # a call that is handed on while it is written
         self._fresh = form.start == "reasoning"  # a marker was just passed: newlines behind it belong to it
         self._behind_call = False
+        self._cut = False
 
     @property
     def position(self) -> int:
@@ -55,7 +56,7 @@ class AnswerParser:
     @property
     def done(self) -> bool:
         """Whether the answer has come to its end, though the model may go on."""
-        return self.stopped_by is not None or (self._form.one_call and self._behind_call)
+        return self.stopped_by is not None or (self._form.one_call and self._behind_call and not self._cut)
 
     def push(self, text: str) -> list[Found]:
         """The next characters of the answer; what is certain by now."""
@@ -77,6 +78,7 @@ class AnswerParser:
         """The end of the answer; `cut`: at its token limit, not because the model was done."""
         if self.done:
             return []
+        self._cut = cut  # a call that this ends is not the end that one call would be
         rest, self._buffer = self._buffer, ""
         found = self._take(rest)
         if self._state == "call":

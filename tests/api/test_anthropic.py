@@ -145,6 +145,14 @@ def test_an_enforced_call_is_streamed_in_pieces_also_if_the_limit_cuts_it(app, a
     assert (cut["content"][0]["input"], cut["stop_reason"]) == ('{"days": 2, "city": "K', "max_tokens")
 
 
+def test_the_only_call_that_the_limit_cuts_is_told_as_cut(app, agent):
+    agent.reply = CALL
+    choice = {"type": "tool", "name": "get_weather", "disable_parallel_tool_use": True}
+    asked = {"tools": [WEATHER], "tool_choice": choice, "max_tokens": len(CALL.partition('"city')[0])}
+    assert ask(app, **asked).json()["stop_reason"] == "max_tokens"
+    assert streamed(app, **asked).message["stop_reason"] == "max_tokens"
+
+
 def test_half_of_a_surrogate_pair_in_a_call_is_no_500(app, agent):
     agent.reply = '<tool_call>\n{"name": "now", "arguments": {"a": "\\ud83d x \\ud83d\\ude00 \\ude00"}}\n</tool_call>'
     assert content_of(app, tools=[NOW]) == [text(agent.reply)]

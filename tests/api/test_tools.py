@@ -336,6 +336,15 @@ def test_a_call_whose_arguments_are_a_text_that_nests_deeply_is_text(app, agent)
     assert (response.status_code, response.json()["choices"][0]["message"]["content"]) == (200, agent.reply)
 
 
+@pytest.mark.parametrize("parallel", [True, False])
+def test_the_only_call_that_the_limit_cuts_ended_at_the_limit(app, agent, parallel):
+    agent.reply = CALL
+    choice = {"tools": [WEATHER], "tool_choice": "required", "parallel_tool_calls": parallel}
+    message, reason = message_of(app, **choice, max_tokens=len(CALL.partition("öln")[0]))
+    assert (message["tool_calls"][0]["function"]["arguments"], reason) == ('{"days": 2, "city": "K', "length")
+    assert message_of(app, **choice, max_tokens=len(CALL.encode()))[1] == ("length" if parallel else "tool_calls")
+
+
 def test_arguments_that_are_no_json_are_passed_on(app, agent):
     messages = conversation()
     messages[1]["tool_calls"][0]["function"]["arguments"] = '{"city": "Bo'
