@@ -31,6 +31,8 @@ MAX_HEADERS = 100
 HEAD_S = 15.0
 BODY_S = 120.0
 REST_S = 10.0
+# What it has not taken in yet of its answer may stand still so long.
+STALLED_S = 120.0
 # A connection without a request is kept so long for the next one.
 KEEP_ALIVE_S = 30
 
@@ -100,11 +102,13 @@ _HEAD_TOO_SLOW = Fault(408, f"the head of the request did not come within {HEAD_
 class PatientProtocol(H11Protocol):
     """uvicorn's HTTP over h11, that is patient with slow clients for a while only, and refuses in JSON.
 
-    uvicorn itself waits for ever for the rest of a head, and reads on for ever what a client sends after its answer.
+    uvicorn itself waits for ever for the rest of a head and for a client that does not read its answer, and reads on
+    for ever what a client sends after its answer.
     """
 
     _has_answered = False
     _timer: asyncio.TimerHandle | None = None
+    _stalled: asyncio.TimerHandle | None = None
     _waits_for = ""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -113,7 +117,21 @@ class PatientProtocol(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        self._goes_on()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._stalled = self.loop.call_later(STALLED_S, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        self._goes_on()
+        super().resume_writing()
+
+    def _goes_on(self) -> None:
+        if self._stalled is not None:
+            self._stalled.cancel()
+            self._stalled = None
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)

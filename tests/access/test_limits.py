@@ -18,7 +18,7 @@ from omlx.api.image_source import ImageSource
 from omlx.errors import Overloaded
 from omlx.server import create_app
 from omlx.settings import Settings
-from tests.api.fakes import FakePool
+from tests.api.fakes import FakeEngine, FakePool
 from tests.api.serving import CHAT, call, served, wait_until
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
@@ -244,3 +244,17 @@ def test_a_slow_answer_is_no_slow_request(tmp_path: Path, monkeypatch: pytest.Mo
         for stream in (False, True):
             answer = httpx.post(f"{url}/v1/chat/completions", json=CHAT | {"max_tokens": 12, "stream": stream})
             assert answer.status_code == 200 and ("[DONE]" in answer.text) == stream
+
+
+def test_a_client_that_does_not_read_its_answer_is_given_up(tmp_path, monkeypatch):
+    """Its request would run, and what it sent would count, for as long as it likes."""
+    monkeypatch.setattr(limits, "STALLED_S", 0.5)
+    engine = FakeEngine(context_length=1_000_000, endless=True)
+    body = json.dumps(CHAT | {"stream": True, "logprobs": True, "top_logprobs": 20}).encode()
+    with served(create_app(FakePool(engine), Settings(home=tmp_path))) as url, socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(("127.0.0.1", int(url.rpartition(":")[2])))
+        head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body)
+        client.sendall(head + body)
+        wait_until(lambda: engine.aborted)
+        assert not engine.running
