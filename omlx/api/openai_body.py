@@ -15,6 +15,8 @@ MAX_STOPS = 16
 MAX_TOP_LOGPROBS = 20
 MAX_CHOICES = 128
 MAX_TOOLS = 1024
+# Messages, or items, of a request. Checking more would keep the event loop, and with it every stream, for seconds.
+MAX_MESSAGES = 20_000
 
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
@@ -148,7 +150,7 @@ class GenerationBody(SamplingBody):
 
 
 class ChatBody(GenerationBody):
-    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None

@@ -68,6 +68,7 @@ CHAT_ONLY = [
     ({"messages": None}, "messages"),
     ({"messages": []}, "messages"),
     ({"messages": "hi"}, "messages"),
+    ({"messages": [MESSAGE] * 20_001}, "messages"),
     ({"messages": [5]}, "messages[0]"),
     ({"messages": [{}]}, "messages[0].role"),
     ({"messages": [MESSAGE, {"role": "wizard", "content": "x"}]}, "messages[1].role"),

@@ -175,6 +175,16 @@ def test_a_reference_twice_is_refused(app):
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "input[2].id")
 
 
+def test_a_conversation_has_so_many_items_at_most(app):
+    thought = {"type": "reasoning"}
+    most = 19_990
+    assert post(app, input=[thought] * 20_001).json()["error"]["param"] == "input"
+    first = post(app, input=[*[thought] * most, {"role": "user", "content": "hi"}]).json()["id"]
+    assert post(app, previous_response_id=first, input="and?").status_code == 200
+    refused = post(app, previous_response_id=first, input=[thought] * 10)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "input")
+
+
 def test_what_is_read_counts_like_what_was_sent():
     held = Held(budget := ByteBudget(150_000))
     token = current.set(held)

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag, TypeAdapter
 
 from omlx.api.openai_body import (
+    MAX_MESSAGES,
     MAX_TOOLS,
     MAX_TOP_LOGPROBS,
     Body,
@@ -198,7 +199,7 @@ class ReasoningOptions(Body):
 
 
 class ResponsesBody(SamplingBody):
-    input: str | Annotated[list[Item], Field(fail_fast=True)]
+    input: str | Annotated[list[Item], Field(max_length=MAX_MESSAGES, fail_fast=True)]
     instructions: str | None = None
     previous_response_id: _Id | None = None
     store: bool | None = None

@@ -6,6 +6,7 @@ from typing import Any
 
 from omlx.api.chat import ChatPrompt, ChatRequest, OutputFormat
 from omlx.api.openai import sampling_of
+from omlx.api.openai_body import MAX_MESSAGES
 from omlx.api.openai_tools import format_of, template_args
 from omlx.api.responses.body import (
     ITEM,
@@ -120,6 +121,9 @@ def _prompt(fields: ResponsesBody, given: list[_Given], tools: Tools, store: Res
     conversation = Conversation()
     if fields.previous_response_id is not None:
         earlier = store.conversation(owner, fields.previous_response_id)
+        if len(earlier) + len(given) > MAX_MESSAGES:
+            message = f"input: with those of the turns before it, it has more than {MAX_MESSAGES} items"
+            raise BadRequest(message, param="input")
         conversation.add((ITEM.validate_python(raw), "previous_response_id") for raw in earlier)
     conversation.add((one.item, one.place) for one in given)
     messages = conversation.messages(fields.instructions)
