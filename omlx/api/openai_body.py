@@ -206,15 +206,24 @@ def refuse_not_supported(body: dict[str, Any], not_supported: NotSupported = NOT
 def _bad_request(error: ValidationError) -> BadRequest:
     """The first field that is wrong, with all that is wrong with it.
 
-    A union has an error for each member: the ones that looked deepest into the value met the right type.
+    A union has errors for each member: the ones that looked deepest into the value met the right type, and of lists
+    the one that got furthest before it met something wrong.
     """
     errors = error.errors(include_url=False, include_context=False, include_input=False)
     places = [_param(item["loc"]) for item in errors]
-    inside = [place for place in places if re.match(re.escape(places[0]) + r"([\[.]|$)", place)]
-    param = max(inside, key=lambda place: len(re.findall(r"[\[.]", place)))
+    firsts: dict[tuple[str, ...], str] = {}  # of each member
+    for item, place in zip(errors, places, strict=True):
+        firsts.setdefault(tuple(part for part in item["loc"] if isinstance(part, str)), place)
+    inside = [place for place in firsts.values() if re.match(re.escape(places[0]) + r"([\[.]|$)", place)]
+    param = max(inside, key=_progress)
     messages = [item["msg"] for item, place in zip(errors, places, strict=True) if place == param]
     reasons = dict.fromkeys(message[0].lower() + message[1:] for message in messages)
     return BadRequest(f"{param}: {', or '.join(list(reasons)[:3])}", param=param)
+
+
+def _progress(place: str) -> tuple[int, ...]:
+    """How deep a place lies, and how far along the lists that it lies in."""
+    return len(re.findall(r"[\[.]", place)), *map(int, re.findall(r"\[(\d+)\]", place))
 
 
 def _param(location: tuple[int | str, ...]) -> str:

@@ -131,6 +131,8 @@ COMPLETION_ONLY = [
     ({"prompt": ["a"] * 81}, "prompt"),
     ({"prompt": [[1], []]}, "prompt"),
     ({"prompt": [1, "a"]}, "prompt[1]"),
+    ({"prompt": ["a", 1]}, "prompt[1]"),
+    ({"prompt": [[1], "a"]}, "prompt[1]"),
     ({"prompt": [True]}, "prompt[0]"),
     ({"prompt": [1.5] * 1000}, "prompt[0]"),
     ({"prompt": [-1]}, "prompt[0]"),
