@@ -8,6 +8,7 @@ from omlx.api.answer_format import PLAIN, AnswerFormat, answer_format, call_synt
 from omlx.api.answering import Generation
 from omlx.api.chat import ChatPrompt, ChatRequest, Engine, make_request
 from omlx.api.constraints import constrained
+from omlx.engine.detokenize import continued_text
 from omlx.errors import BadRequest
 from omlx.request import GrammarMatcher, GrammarSpec, Request, RequestStats, SamplingParams
 
@@ -108,4 +109,4 @@ def answer_form(engine: Engine, asked: ChatRequest, prompt: list[int]) -> Answer
 
 def _text_of(engine: Engine, prompt: ChatPrompt | str | list[int]) -> str:
     assert not isinstance(prompt, ChatPrompt)
-    return prompt if isinstance(prompt, str) else str(engine.tokenizer.decode(prompt))
+    return prompt if isinstance(prompt, str) else continued_text(engine.tokenizer, prompt)

@@ -60,6 +60,11 @@ class _Decoder:
         self._sent = self._complete_chars(self._window)
         self._idle = 0
 
+    @property
+    def held(self) -> int:
+        """Characters at the end of the text that are not complete yet."""
+        return len(self._decode(self._window)) - self._sent
+
     def push(self, token: int) -> str:
         """The text that is complete with this token, often empty inside a character."""
         self._window.append(token)
@@ -83,7 +88,7 @@ class _Decoder:
         self._idle = 0
 
     def _decode(self, tokens: list[int]) -> str:
-        return self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return _plain(self._tokenizer, tokens)
 
     def _aligned(self, tail: list[int]) -> list[int]:
         """Drops leading byte tokens that end a character cut in two: they would spoil the whole run of bytes."""
@@ -96,6 +101,16 @@ class _Decoder:
         texts = [self._decode(tokens[: len(tokens) - cut]) for cut in range(min(4, len(tokens) + 1))]
         whole = next((text for text in texts if not text.endswith(REPLACEMENT)), texts[0].rstrip(REPLACEMENT))
         return len(whole)
+
+
+def _plain(tokenizer: Tokenizer, tokens: list[int]) -> str:
+    return tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+def continued_text(tokenizer: Tokenizer, tokens: list[int]) -> str:
+    """The text that an answer goes on with: half a character at its end comes with the answer that completes it."""
+    text = _plain(tokenizer, tokens)
+    return text[: len(text) - _Decoder(tokenizer, tokens).held]
 
 
 class TextStream:

@@ -233,6 +233,18 @@ def test_a_list_of_prompts_is_answered_in_its_order(app, engine):
         same_as_whole(read_completion(stream.text, include_usage=True, choices=6), body)
 
 
+def test_half_a_character_at_the_end_of_a_prompt_comes_whole_with_the_answer(app, engine, monkeypatch):
+    prompt = engine.tokenizer.encode("a€")
+    for kept in (1, 2, 3):  # of the prompt's four tokens, three of which are the sign
+        monkeypatch.setattr(engine, "_answer", lambda request: [*prompt[len(request.prompt) :], 0])
+        body = complete(app, prompt=prompt[:kept], echo=True, max_tokens=4 - kept).json()
+        assert body["choices"][0]["text"] == "a€"
+        stream = complete(app, prompt=prompt[:kept], echo=True, max_tokens=4 - kept, stream=True)
+        same_as_whole(read_completion(stream.text), body | {"usage": None})
+    monkeypatch.setattr(engine, "_answer", lambda request: [engine.tokenizer.eos_token_id])
+    assert complete(app, prompt=prompt[:3], echo=True).json()["choices"][0]["text"] == "a"  # nothing completes it
+
+
 def test_offsets_count_from_the_beginning_of_the_text(app):
     columns = complete(app, logprobs=0, max_tokens=2).json()["choices"][0]["logprobs"]
     assert columns["text_offset"] == [0, 1]

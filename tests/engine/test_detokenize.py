@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from omlx.engine.detokenize import REPLACEMENT, TextDelta, TextStream, stream_text
+from omlx.engine.detokenize import REPLACEMENT, TextDelta, TextStream, continued_text, stream_text
 from omlx.errors import EngineError, Overloaded
 from omlx.request import Request, SamplingParams, TokenOutput
 from tests.small_tokenizers import SmallTokenizer, byte_level, sentence_piece
@@ -59,6 +59,14 @@ def test_text_that_is_sent_never_changes_for_any_tokens(gpt, llama):
         assert joined == gpt.decode(tokens)[: len(joined)]
         assert len(gpt.decode(tokens)) - len(joined) <= 8
     assert pushed(TextStream(llama), [rng.randrange(len(llama)) for _ in range(200)])
+
+
+def test_a_text_and_what_goes_on_with_it_join_wherever_it_was_cut(gpt):
+    tokens = gpt.encode(SAMPLE)
+    for cut in range(len(tokens)):
+        text, stream = continued_text(gpt, tokens[:cut]), TextStream(gpt, context=tokens[:cut])
+        assert REPLACEMENT not in text
+        assert text + "".join(pushed(stream, tokens[cut:])) == SAMPLE
 
 
 def test_the_first_space_of_a_completion_is_kept(gpt, llama):
