@@ -89,7 +89,7 @@ def create_app(pool: admin.AdminPool, settings: Settings) -> FastAPI:
     _add_responses(app, pool, source)
     app.include_router(embeddings.router(pool, read_json, lambda http: api_key_of(http).name))
     app.include_router(tokens.router(pool, read_json, source))
-    app.include_router(admin.router(pool, settings, read_json, source, keys))
+    app.include_router(admin.router(pool, settings, read_json, source, keys, app.state.responses))
     _add_error_handlers(app)
     _add_checks(app, settings, keys)
     return app

@@ -21,6 +21,8 @@ from omlx.api.message_places import where_it_differs
 from omlx.api.openai_body import Body, TokenIds, validated
 from omlx.api.openapi import documented
 from omlx.api.pictures import Source, with_pictures
+from omlx.api.responses.parse import parse as parse_response
+from omlx.api.responses.store import ResponseStore
 from omlx.errors import BadRequest, NotFound
 from omlx.request import ImageStart, Request
 from omlx.settings import Settings, option_fields, option_name
@@ -60,15 +62,16 @@ class AdminPool(EnginePool, Protocol):
 class ProbeBody(Body):
     """POST /admin/cache_probe: a prompt as in a chat completion, in a completion, or as token ids.
 
-    With `dialect` anthropic it is one as in POST /v1/messages.
+    With `dialect` anthropic it is one as in POST /v1/messages, with responses one as in POST /v1/responses.
     """
 
     model: ModelName
-    dialect: Literal["openai", "anthropic"] | None = None
+    dialect: Literal["openai", "anthropic", "responses"] | None = None
     messages: Any = None
     prompt: Any = None
     tokens: Annotated[TokenIds, Field(min_length=1)] | None = None
     chat_template_kwargs: Any = None
+    reasoning_effort: Any = None
     tools: Any = None
     cache_salt: Any = None
     api_key_name: Any = None
@@ -149,17 +152,25 @@ class ClearAnswer(BaseModel):
 _PROMPTS = ("messages", "prompt", "tokens")
 
 
-def router(pool: AdminPool, settings: Settings, read_json: ReadJson, source: Source, keys: KeyRing) -> APIRouter:
+def router(
+    pool: AdminPool,
+    settings: Settings,
+    read_json: ReadJson,
+    source: Source,
+    keys: KeyRing,
+    responses: ResponseStore,
+) -> APIRouter:
     """GET and POST /admin/cache_probe, POST /admin/cache/clear. `read_json` gives a request's body.
 
-    Images of prompts come from `source`.
+    Images of prompts come from `source`, earlier turns from `responses`.
     """
 
     async def figures() -> Response:
         return JSONResponse({"version": __version__, **await pool.cache_figures(), "settings": _in_force(settings)})
 
     async def prompt_of(body: dict[str, Any]) -> tuple[ChatRequest, Request]:
-        asked = _asked(body).asked_by(_key_named(body.get("api_key_name"), keys))
+        key = _key_named(body.get("api_key_name"), keys)
+        asked = _asked(body, responses, key).asked_by(key)
         engine = await pool.get(asked.model)
         asked = await with_pictures(engine, asked, source)
         tokens, vision = await asyncio.to_thread(prompt_tokens, engine, asked)
@@ -264,11 +275,13 @@ def _age(older_than: Any) -> int | None:
         raise BadRequest(f"older_than: {error}", param="older_than") from None
 
 
-def _asked(body: dict[str, Any]) -> ChatRequest:
+def _asked(body: dict[str, Any], responses: ResponseStore, key: ApiKey) -> ChatRequest:
     """The prompt, taken apart as the dialect does it. Raises BadRequest."""
     fields = validated(ProbeBody, body)
     if fields.dialect == "anthropic":
         return anthropic.parse_count(body)
+    if fields.dialect == "responses":
+        return parse_response(body, responses, key.digest)[0]
     given = [name for name in ("messages", "prompt", "tokens") if getattr(fields, name) is not None]
     if len(given) != 1:
         raise BadRequest("exactly one of messages, prompt and tokens has to be given", param=(given or ["messages"])[0])
@@ -277,6 +290,7 @@ def _asked(body: dict[str, Any]) -> ChatRequest:
         extra = {
             "messages": fields.messages,
             "chat_template_kwargs": fields.chat_template_kwargs,
+            "reasoning_effort": fields.reasoning_effort,
             "tools": fields.tools,
         }
         return openai.parse_chat(parts | extra)[0]

@@ -318,6 +318,17 @@ def test_instructions_come_first_and_take_in_the_system_messages_behind_them(app
     assert prompt_text(agent) == "<system>a\n<assistant>"
 
 
+def test_a_billing_header_is_no_part_of_the_prompt(app, agent):
+    for number in range(2):
+        header = f"x-anthropic-billing-header: cch={number};"
+        items = [said("developer", f"{header}\na"), said("user", "u")]
+        for fields in ({"instructions": f"{header}\na"}, {"input": items}):
+            whole(app, **{"input": "u"} | fields)
+            assert prompt_text(agent) == "<system>a\n<user>u\n<assistant>"
+    whole(app, instructions="a", input=header)
+    assert header in prompt_text(agent)
+
+
 def test_a_conversation_goes_on_behind_a_response_but_for_its_instructions(app, agent):
     agent.reply = f"<think>hm</think>I look.\n{CALL}"
     first = whole(app, instructions="old", input="Is it raining?", tools=[WEATHER])

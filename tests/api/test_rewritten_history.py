@@ -70,3 +70,37 @@ async def test_reasoning_that_leaves_the_history_costs_what_follows_it_and_the_p
         _, prompt, cached = await ask(server, history)
         assert cached == prompt - 1
         assert (await server.probe(*history))["first_miss"] is None
+
+
+# Writes how hard the model is to think.
+WITH_EFFORT = "{% if reasoning_effort %}<|im_start|>{{ reasoning_effort }}<|im_end|>{% endif %}" + REWRITES
+
+
+async def test_the_probe_takes_the_same_body_in_every_dialect(tmp_path):
+    async with serving(tmp_path, WITH_EFFORT) as server:
+
+        async def asked(path: str, **body: Any) -> dict[str, Any]:
+            answer = await server.post(path, **body)
+            assert answer.status_code == 200, answer.text
+            return answer.json()
+
+        history = [SYSTEM, user("hi"), {"role": "assistant", "content": "Well."}, user("and now?")]
+        chat = {"messages": history, "reasoning_effort": "low", "max_tokens": 4, "temperature": 0}
+        usage = (await asked("/v1/chat/completions", **chat))["usage"]
+        found = await asked("/admin/cache_probe", **chat)
+        assert (found["tokens"], found["first_miss"]) == (usage["prompt_tokens"], None)
+
+        items = {"instructions": SYSTEM["content"], "input": history[1:], "reasoning": {"effort": "low"}}
+        limits = {"max_output_tokens": 4, "temperature": 0}
+        assert await asked("/admin/cache_probe", dialect="responses", **items) == found
+        first = await asked("/v1/responses", **items, **limits)
+        further = {**items, **limits, "input": "go on", "previous_response_id": first["id"]}
+        found = await asked("/admin/cache_probe", dialect="responses", **further)
+        assert found["cached_tokens"] >= usage["prompt_tokens"] // CELL * CELL
+        usage = (await asked("/v1/responses", **further))["usage"]
+        assert (usage["input_tokens"], usage["input_tokens_details"]["cached_tokens"]) == (
+            found["tokens"],
+            found["cached_tokens"],
+        )
+        lost = await server.post("/admin/cache_probe", dialect="responses", input="a", previous_response_id="resp_x")
+        assert (lost.status_code, lost.json()["error"]["param"]) == (400, "previous_response_id")
