@@ -84,9 +84,10 @@ class ChunkTime:
 class RestoreTime:
     """Seconds that stored blocks take to be read, by tier ("ram", "ssd"), from the last restores.
 
-    The median of the last few speeds, so that a single stall of the machine changes nothing; a restore of over
-    `LONG_S` says more than all before it. Nothing is claimed before that or three restores were seen, nor when the
-    last one is `FORGET_S` ago: a disk that was slow once gets another chance.
+    The median of the last few speeds, so that a single stall of the machine changes nothing; a restore from files of
+    over `LONG_S` says more than all before it (one from RAM only that the machine stood still). Nothing is claimed
+    before that or three restores were seen, nor when the last one is `FORGET_S` ago: a disk that was slow once gets
+    another chance.
     """
 
     LONG_S = 0.25
@@ -104,7 +105,7 @@ class RestoreTime:
         if nbytes <= 0:
             return
         seen = self._seen.setdefault(tier, deque(maxlen=self._KEPT))
-        if seconds >= self.LONG_S:
+        if seconds >= self.LONG_S and tier != "ram":
             seen.clear()
             seen.extend([seconds / nbytes] * self._ENOUGH)
         else:

@@ -53,6 +53,15 @@ def test_a_long_restore_says_more_than_all_before_it():
     assert speed.seconds("ssd", MB) == pytest.approx(0.0001)
 
 
+def test_a_long_restore_from_ram_is_a_stall_of_the_machine_unless_it_comes_again():
+    speed = RestoreTime()
+    speed.observe("ram", MB, 1.0)
+    assert speed.seconds("ram", MB) is None  # RAM goes on to be used
+    for _ in range(2):
+        speed.observe("ram", MB, 1.0)
+    assert speed.seconds("ram", MB) == pytest.approx(1.0, rel=0.02)
+
+
 def test_small_restores_claim_nothing_of_large_ones():
     speed = RestoreTime()
     for _ in range(9):
