@@ -218,18 +218,23 @@ _STANDARD = str.maketrans("-_", "+/")
 
 def from_file(url: str, folder: Path) -> bytes:
     """A regular file below `folder`, named by a file: URL or a path. No link on the way may lead out of it."""
-    name = url
-    if url[:5].lower() == "file:":
-        parts = urlsplit(url)
-        if parts.netloc not in ("", "localhost"):
-            raise BadRequest("a file: URL must not name a host")
-        name = unquote(parts.path)
+    name = _path_in(url) if url[:5].lower() == "file:" else url
     root = os.path.realpath(folder)
     with suppress(OSError, ValueError):
         path = os.path.realpath(os.path.join(root, name))
         if os.path.commonpath([root, path]) == root and path != root:
             return _read_below(root, os.path.relpath(path, root))
     raise BadRequest("there is no such image in the folder of --allow-local-images")
+
+
+def _path_in(url: str) -> str:
+    try:
+        parts = urlsplit(url)
+    except ValueError:  # brackets in the host that hold no address
+        raise BadRequest(f"{_shown(url)} is no URL") from None
+    if parts.netloc not in ("", "localhost"):
+        raise BadRequest("a file: URL must not name a host")
+    return unquote(parts.path)
 
 
 def _read_below(root: str, path: str) -> bytes:

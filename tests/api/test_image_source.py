@@ -322,6 +322,11 @@ async def test_an_escaped_way_out_of_the_folder(folder: Path):
     assert "must not name a host" in await refused(source, "file://server/share/a.png")
 
 
+@pytest.mark.parametrize("url", ["file://[", "file://]/a.png", "file://[x]/a.png", "file://\uff03/a.png"])
+async def test_a_file_url_that_is_none(folder: Path, url: str):
+    assert "is no URL" in await refused(ImageSource(local_folder=folder), url)
+
+
 async def test_a_file_that_is_too_large(folder: Path):
     with (folder / "large.png").open("wb") as file:
         file.truncate(MAX_BYTES + 1)
