@@ -30,6 +30,15 @@ class BadRequest(OmlxError):
         self.too_long = too_long
 
 
+class BadPicture(BadRequest):
+    """A picture that the model cannot take; `index` is its number among those of the prompt, from 0."""
+
+    def __init__(self, index: int, message: str) -> None:
+        super().__init__(f"image {index + 1}: {message}", param="messages")
+        self.index = index
+        self.reason = message
+
+
 class NotFound(OmlxError):
     """The caller named something, mostly a model, that does not exist here (HTTP 404); `param` and `code` as above."""
 

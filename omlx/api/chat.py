@@ -10,7 +10,7 @@ from omlx.api.embeddings import EmbedderPool
 from omlx.api.events import Dialect
 from omlx.api.tool_prompt import spelled_out, without_billing_line
 from omlx.engine.detokenize import TextEngine
-from omlx.errors import BadRequest
+from omlx.errors import BadPicture, BadRequest
 from omlx.model import chat_template
 from omlx.model.images import Picture
 from omlx.request import GrammarMatcher, GrammarSpec, PromptVision, Request, SamplingParams
@@ -230,7 +230,11 @@ def prompt_tokens(engine: Engine, asked: ChatRequest) -> tuple[list[int], Prompt
     assert len(prompt.pictures) == len(prompt.images), "the images were not read"
     messages, tools = _with_tools(engine, prompt)
     salt, use_cache = asked.cache_salt, asked.use_cache
-    return engine.vision.prompt(messages, prompt.template_args, prompt.pictures, salt, tools, use_cache=use_cache)
+    try:
+        return engine.vision.prompt(messages, prompt.template_args, prompt.pictures, salt, tools, use_cache=use_cache)
+    except BadPicture as error:
+        place = prompt.images[error.index].place
+        raise BadRequest(f"{place}: {error.reason}", param=place) from None
 
 
 def tokenize(engine: Engine, asked: ChatRequest) -> list[int]:

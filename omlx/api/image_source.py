@@ -112,6 +112,8 @@ class ImageSource:
     async def _remote(self, url: str) -> bytes:
         if not self.allow_remote:
             raise BadRequest("images from the web are not allowed here (the server's --allow-remote-images)")
+        if not re.match(r"https?://[^/?#]", url, re.IGNORECASE):
+            raise BadRequest(f"{_shown(url)} names no host")
         try:
             async with asyncio.timeout(_FETCH_WITHIN_S):
                 return await self._follow(url)

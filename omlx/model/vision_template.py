@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from omlx.errors import BadRequest
+from omlx.errors import BadPicture, BadRequest
 from omlx.model.chat_template import render
 from omlx.model.vision_family import Layout, Picture, VisionFamily
 
@@ -87,7 +87,7 @@ class VisionTemplate:
         The k-th part {"type": "image"} of the messages is `pictures[k]`. `args` and `tools` go to the template. Takes
         a while for long texts; any thread. Raises BadRequest.
         """
-        layouts = [self._layout(number, picture) for number, picture in enumerate(pictures, 1)]
+        layouts = [self._layout(index, picture) for index, picture in enumerate(pictures)]
         self._check_length(sum(len(layout.text) for layout in layouts))
         strays = Strays([messages, args, list(tools)], {self._family.marker, self._family.image_token})
         safe = [self._message(message, strays) for message in messages]
@@ -98,11 +98,11 @@ class VisionTemplate:
         ids = self._begin(text) + list(self._tokenizer.encode(text, add_special_tokens=False))
         return ids, self._placed(ids, labels, pictures, layouts)
 
-    def _layout(self, number: int, picture: Picture) -> Layout:
+    def _layout(self, index: int, picture: Picture) -> Layout:
         try:
             return self._family.layout(picture.size)
         except BadRequest as error:
-            raise BadRequest(f"image {number}: {error}", param="messages") from error
+            raise BadPicture(index, str(error)) from error
 
     def _check_length(self, characters: int) -> None:
         if characters > self._most_chars:

@@ -221,6 +221,11 @@ async def test_a_redirect_leads_nowhere_else(target: str):
     assert "open internet" in said or "is not followed" in said or "could not be fetched (InvalidURL)" in said
 
 
+@pytest.mark.parametrize("url", ["http://", "https:x", "http:///a.png", "HTTP://?a", "http:/example.com/a.png"])
+async def test_a_url_without_a_host_is_not_called_a_redirect(url: str):
+    assert "names no host" in await refused(ImageSource(allow_remote=True), url)
+
+
 async def test_a_name_is_resolved_once_and_the_checked_address_is_used(monkeypatch: pytest.MonkeyPatch):
     with web() as (_, source, base):
 

@@ -15,7 +15,7 @@ from omlx.api import openai
 from omlx.api.chat import ChatPrompt, ChatRequest, prompt_tokens
 from omlx.api.image_source import ImageSource
 from omlx.api.pictures import MAX_IMAGES, MAX_TOTAL_BYTES, with_pictures
-from omlx.errors import BadRequest
+from omlx.errors import BadPicture, BadRequest
 from omlx.model.images import MAX_BYTES, Picture, decoders
 from omlx.server import create_app
 from omlx.settings import Settings
@@ -104,6 +104,19 @@ async def test_the_first_wrong_picture_is_named_by_its_place(wrong: dict[str, An
     error = await refusal([part(png(1)), text("x")], [text("x"), wrong, part(b"worse")])
     assert error.param == "messages[1].content[1]"
     assert str(error).startswith("messages[1].content[1]: ") and reason in str(error)
+
+
+async def test_a_picture_that_the_model_cannot_take_is_named_by_its_place_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **_options: Any) -> Any:
+        raise BadPicture(1, "too long")
+
+    engine = SeeingEngine()
+    monkeypatch.setattr(engine, "prompt", refuse)
+    found = await read([part(png(1))], [text("x"), part(png(2))])
+    with pytest.raises(BadRequest) as refused:
+        prompt_tokens(engine, found)
+    place = "messages[1].content[1]"
+    assert (str(refused.value), refused.value.param) == (f"{place}: too long", place)
 
 
 async def test_too_many_pictures_are_refused_before_one_is_read() -> None:
