@@ -9,16 +9,18 @@ ARGS ?=
 MODEL := smollm2-135m
 EMBEDDER := all-minilm-l6-v2
 RUN   := .venv/installed-$(OMLX_EXTRA)
+SEES  := .venv/installed-$(OMLX_EXTRA)-vision
 DEV   := .venv/installed-$(OMLX_EXTRA)-dev
 # Packages for Node, which the extra "dev" brings: OpenAI's client, which the tests run.
 NODE  := tests/clients/node
 NODE_PACKAGES := $(NODE)/node_modules/.package-lock.json
 
-.PHONY: help demo serve model test check clean
+.PHONY: help demo demo-vision serve model test check clean
 .NOTPARALLEL:
 
 help:
 	@echo "make demo    the product at work: one question, answered cold, from RAM and from SSD"
+	@echo "make demo-vision  three questions about a picture, asked again after a restart"
 	@echo "make serve   a server on the starter model, until Ctrl-C"
 	@echo "make test    make check, then every test"
 	@echo "make check   ruff, mypy, import-linter"
@@ -26,6 +28,9 @@ help:
 
 demo: model
 	@.venv/bin/python scripts/demo.py
+
+demo-vision: $(SEES)
+	@.venv/bin/python scripts/demo_vision.py
 
 serve: model
 	@.venv/bin/omlx serve --model $(MODEL) --paged-ssd-cache-dir "$${OMLX_HOME:-$$HOME/.omlx}/cache" $(ARGS)
@@ -48,6 +53,10 @@ clean:
 
 $(RUN): pyproject.toml
 	@sh scripts/install.sh "$(OMLX_EXTRA),client"
+	@touch $@
+
+$(SEES): $(RUN)
+	@sh scripts/install.sh "$(OMLX_EXTRA),client,vision"
 	@touch $@
 
 $(DEV): $(RUN)

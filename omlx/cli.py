@@ -19,7 +19,7 @@ from rich.table import Column, Table
 from omlx import __version__
 from omlx.access.keys import read_keys
 from omlx.errors import ModelError, OmlxError, SettingError
-from omlx.model.folder import find_model, list_models, read_adapter
+from omlx.model.folder import MICRO_VLM, find_model, list_models, read_adapter, shipped_models
 from omlx.model.progress import console_progress
 from omlx.settings import REPEATED, Settings, default_home, flag_help, flag_name, is_switch, option_fields
 from omlx.sizes import format_size
@@ -132,7 +132,9 @@ app.command("run", help="The same as serve.")(_with_settings(serve))
 
 @app.command()
 def pull(
-    name: Annotated[str, typer.Argument(help=f"{STARTER}, {EMBEDDER}, or ORG/NAME on the Hugging Face hub.")],
+    name: Annotated[
+        str, typer.Argument(help=f"{STARTER}, {EMBEDDER}, {MICRO_VLM}, or ORG/NAME on the Hugging Face hub.")
+    ],
 ) -> None:
     """Fetch a model into the home folder."""
     fetch = "omlx.model.hub:pull_from_hub" if "/" in name else "omlx.model.starter:pull"
@@ -154,10 +156,13 @@ def import_(
 
 @app.command()
 def models() -> None:
-    """List the models in the home folder."""
+    """List the models in the home folder, and those that come with omlx."""
     found = list_models(default_home())
     if not found:
         _say(f"No models in {default_home() / 'models'}. `omlx pull {STARTER}` fetches a small one (93 MB).")
+    names = {model.name for model in found}
+    found += [model for model in shipped_models() if model.name not in names]
+    if not found:
         return
     table = Table("model", "size", "folder")
     for model in found:

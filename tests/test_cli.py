@@ -180,6 +180,18 @@ def test_models_lists_names_and_sizes(home: Path, capsys: pytest.CaptureFixture[
     assert "2 KB" in shown
 
 
+def test_models_lists_what_comes_with_omlx_unless_the_home_folder_has_its_own(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["models"]) == 0
+    assert capsys.readouterr().out.count("│ micro-vlm │") == 1
+    add_model(home, "micro-vlm")
+    assert main(["models"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("│ micro-vlm │") == 1
+    assert "2 KB" in shown
+
+
 @pytest.mark.parametrize(
     ("name", "module", "function"),
     [("smollm2-135m", "omlx.model.starter", "pull"), ("org/name", "omlx.model.hub", "pull_from_hub")],

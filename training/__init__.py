@@ -1,0 +1,1 @@
+"""Models that this project trains itself. Not part of the package."""
