@@ -19,7 +19,7 @@ from rich.table import Column, Table
 from omlx import __version__
 from omlx.access.keys import read_keys
 from omlx.errors import ModelError, OmlxError, SettingError
-from omlx.model.folder import MICRO_VLM, find_model, list_models, read_adapter, shipped_models
+from omlx.model.folder import MICRO_VLM, find_model, read_adapter, scan_models, shipped_models
 from omlx.model.progress import console_progress
 from omlx.settings import REPEATED, Settings, default_home, flag_help, flag_name, is_switch, option_fields
 from omlx.sizes import format_size
@@ -121,8 +121,10 @@ def serve(settings: Settings) -> None:
         find_model(settings.model, settings.home)
         if settings.adapter_path is not None:
             read_adapter(settings.adapter_path)
-    elif not list_models(settings.home):
-        raise ModelError(f"no model under {settings.models_dir}; `omlx pull {STARTER}` fetches a small one (93 MB)")
+    elif not (scan := scan_models(settings.home)).models:
+        unreadable = f" (cannot be read: {'; '.join(scan.unreadable)})" if scan.unreadable else ""
+        fetch = f"`omlx pull {STARTER}` fetches a small one (93 MB)"
+        raise ModelError(f"no model under {settings.models_dir}{unreadable}; {fetch}")
     raise typer.Exit(_heavy("omlx.server:serve")(settings))
 
 
@@ -157,7 +159,9 @@ def import_(
 @app.command()
 def models() -> None:
     """List the models in the home folder, and those that come with omlx."""
-    found = list_models(default_home())
+    found, unreadable = scan_models(default_home())
+    for line in unreadable:
+        sys.stderr.write(f"omlx: model folder cannot be read: {line}\n")
     if not found:
         _say(f"No models in {default_home() / 'models'}. `omlx pull {STARTER}` fetches a small one (93 MB).")
     names = {model.name for model in found}

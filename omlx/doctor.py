@@ -19,6 +19,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from omlx import __version__, blas
+from omlx.model.folder import scan_models
 from omlx.settings import Settings
 from omlx.sizes import GB, existing_parent, format_duration, format_size, total_memory
 
@@ -46,7 +47,11 @@ class Report:
 def run(settings: Settings) -> int:
     """Print the report for these settings. 0 if all is well, 1 if there is a warning."""
     found = report(
-        settings.paged_ssd_cache_dir, settings.paged_ssd_cache_max_size, _rules(settings), kv_bits=settings.kv_bits
+        settings.paged_ssd_cache_dir,
+        settings.paged_ssd_cache_max_size,
+        _rules(settings),
+        kv_bits=settings.kv_bits,
+        home=settings.home,
     )
     render(found, Console())
     return 1 if found.warnings else 0
@@ -59,13 +64,18 @@ def _rules(settings: Settings) -> str:
 
 
 def report(
-    cache_dir: Path | None, cache_limit: int | None = None, cache_rules: str = "", *, kv_bits: int | None = None
+    cache_dir: Path | None,
+    cache_limit: int | None = None,
+    cache_rules: str = "",
+    *,
+    kv_bits: int | None = None,
+    home: Path | None = None,
 ) -> Report:
     """Look and measure; takes under a second on a healthy machine.
 
     `cache_dir` is the folder of the SSD tier (None: off), which need not exist yet and is left as it
     is; `cache_limit` the bytes that it may take; `cache_rules` what else is to be said of it. `kv_bits`: what KV
-    is quantised to, None for not at all.
+    is quantised to, None for not at all. `home`: where models are, None looks at none.
     """
     gflops = measure_gflops()
     rows = (
@@ -79,7 +89,12 @@ def report(
         Row("KV cache", f"quantised to {kv_bits} bits" if kv_bits else "as the model computes it"),
         *_cache_rows(cache_dir, cache_limit, cache_rules),
     )
-    warnings = (*_speed_warnings(gflops), *_version_warnings(), *_room_warnings(cache_dir, cache_limit))
+    warnings = (
+        *_speed_warnings(gflops),
+        *_version_warnings(),
+        *_room_warnings(cache_dir, cache_limit),
+        *_model_warnings(home),
+    )
     return Report(rows, warnings)
 
 
@@ -180,6 +195,11 @@ def _room_warnings(cache_dir: Path | None, limit: int | None) -> Iterator[str]:
         yield f"only {format_size(free)} are free on the disk of {cache_dir}"
     elif limit is not None and free < limit:
         yield f"the SSD cache may grow to {format_size(limit)}, but only {format_size(free)} are free on its disk"
+
+
+def _model_warnings(home: Path | None) -> Iterator[str]:
+    if home is not None:
+        yield from (f"model folder cannot be read: {line}" for line in scan_models(home).unreadable)
 
 
 def _unwritable(folder: Path) -> str | None:

@@ -4,6 +4,8 @@ The HTTP layer maps them to a status by class, never by their text. A message is
 line that names what was wrong and what to do.
 """
 
+import traceback
+
 
 class OmlxError(Exception):
     """Base of every error that omlx raises on purpose."""
@@ -61,8 +63,36 @@ class SettingError(OmlxError):
 
 
 class ModelError(OmlxError):
-    """A model folder or file cannot be loaded, converted or fetched."""
+    """A model folder or file cannot be loaded, converted or fetched, or a file of it fails while serving (HTTP 503).
+
+    The message is for the operator and may name paths; clients get `public` instead.
+    """
+
+    def __init__(self, message: str, *, public: str | None = None) -> None:
+        super().__init__(message)
+        self.public = public or "the model cannot be used; the server's log has the reason"
 
 
 class EngineError(OmlxError):
     """The engine failed while working on a request (HTTP 500); the process goes on."""
+
+
+def release_frames(error: BaseException) -> None:
+    """Drop an error's tracebacks, and the local variables of the functions that it went through; its causes' too.
+
+    For errors that outlive their functions, as those that are handed to another thread do: a traceback keeps every
+    local variable alive, a model's weights among them. Call it after the traceback was logged. Functions that still run
+    keep their variables.
+    """
+    seen: set[int] = set()
+    errors: list[BaseException | None] = [error]
+    while errors:
+        one = errors.pop()
+        if one is None or id(one) in seen:
+            continue
+        seen.add(id(one))
+        errors += [one.__cause__, one.__context__]
+        if isinstance(one, BaseExceptionGroup):
+            errors += one.exceptions
+        traceback.clear_frames(one.__traceback__)
+        one.__traceback__ = None

@@ -32,7 +32,7 @@ from omlx.cache.factory import GB, CacheConfig
 from omlx.cache.grid import ExactMode, PrefillGrid
 from omlx.cache.layer_state import CacheLayout
 from omlx.cache.prefix_cache import BlockAwarePrefixCache
-from omlx.errors import BadRequest, EngineError, OmlxError
+from omlx.errors import BadRequest, EngineError, OmlxError, release_frames
 from omlx.metrics import ChunkTime, SchedulerStats
 from omlx.model.decode_batch import DecodeBatch, DecodeFailure, DecodeOutput, DecodeRow
 from omlx.model.grammar import Constraint
@@ -602,6 +602,7 @@ class Scheduler:
 
     def _fail(self, row: _Row, error: Exception) -> None:
         log.error("request %s failed", row.id, exc_info=error)
+        release_frames(error)
         self.stats.failed += 1
         self._remove(row)
         self._release(row)

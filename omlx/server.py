@@ -36,7 +36,7 @@ from omlx.api.openai_answer import ChatAnswer, CompletionAnswer, ModelAnswer, Mo
 from omlx.api.openai_body import ChatBody, CompletionBody
 from omlx.api.openapi import documented
 from omlx.api.pictures import Source, with_pictures
-from omlx.api.refusal import refuse
+from omlx.api.refusal import PanicCheck, refuse
 from omlx.api.responses.routes import router as responses_router
 from omlx.api.responses.store import ResponseStore
 from omlx.errors import NotFound, OmlxError
@@ -98,6 +98,7 @@ def create_app(pool: admin.AdminPool, settings: Settings) -> FastAPI:
 def _add_checks(app: FastAPI, settings: Settings, keys: KeyRing) -> None:
     """Whoever is added last is asked first."""
     origins = settings.cors_origin or ()
+    app.add_middleware(PanicCheck)
     app.add_middleware(BodyBudget)
     app.add_middleware(AdminCheck, key=settings.admin_key.get_secret_value() if settings.admin_key else None)
     if keys:

@@ -13,7 +13,8 @@ from safetensors.numpy import load_file, save_file
 from omlx.cache.block import block_hash, pack_tokens, root_hash
 from omlx.cache.layer_state import CacheLayout, StatePart
 from omlx.cache.prefix_cache import CacheIdentity
-from omlx.model.folder import fingerprint, read_weight_files
+from omlx.model.folder import fingerprint
+from omlx.model.weights import read_weight_files
 from omlx.request import Request
 from omlx.testing import make_tiny_model
 from tests.adapters import make_adapter
@@ -150,7 +151,7 @@ def test_two_files_are_not_one(tmp_path):
         for number, nbytes in enumerate(files):
             folder = tmp_path / f"{name}{number}"
             folder.mkdir()
-            big_file(folder / "model.safetensors", {"t": nbytes})
+            big_file(folder / "model.safetensors", {f"t{number}": nbytes})
             (folder / "model.safetensors").rename(tmp_path / name / f"model{number}.safetensors")
     names = {fingerprint(tmp_path / name, read_weight_files(tmp_path / name)) for name in "abc"}
     assert len(names) == 3

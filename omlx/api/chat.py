@@ -1,7 +1,9 @@
 """What the dialects share: from a parsed body to a request that fits the engine."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -10,10 +12,13 @@ from omlx.api.embeddings import EmbedderPool
 from omlx.api.events import Dialect
 from omlx.api.tool_prompt import spelled_out, without_billing_line
 from omlx.engine.detokenize import TextEngine
-from omlx.errors import BadPicture, BadRequest
+from omlx.errors import BadPicture, BadRequest, ModelError
 from omlx.model import chat_template
+from omlx.model.foreign import refusing
 from omlx.model.images import Picture
 from omlx.request import GrammarMatcher, GrammarSpec, PromptVision, Request, SamplingParams
+
+log = logging.getLogger("omlx.server")
 
 
 class ServedModel(Protocol):
@@ -263,7 +268,19 @@ def encode(engine: Engine, text: str, field: str, *, special: bool = True) -> li
             param=field,
             code="context_length_exceeded",
         )
-    return list(engine.tokenizer.encode(text, add_special_tokens=special))
+    with tokenizing(engine.name):
+        return list(engine.tokenizer.encode(text, add_special_tokens=special))
+
+
+@contextmanager
+def tokenizing(model: str) -> Iterator[None]:
+    """Turns whatever a model's tokenizer raises, a panic included, into a ModelError, and logs it."""
+    try:
+        with refusing(f"model {model}: its tokenizer failed"):
+            yield
+    except ModelError as error:
+        log.warning("%s", error)
+        raise ModelError(str(error), public=f"the tokenizer of model {model!r} failed on this text") from None
 
 
 def render(engine: Engine, prompt: ChatPrompt, *, ready: bool = True) -> str:

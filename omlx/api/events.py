@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from omlx.engine.detokenize import REPLACEMENT
-from omlx.errors import BadRequest, NotFound, OmlxError, Overloaded
+from omlx.errors import BadRequest, ModelError, NotFound, OmlxError, Overloaded
 from omlx.request import TokenOutput
 
 # What SentencePiece vocabularies write for a space.
@@ -204,6 +204,8 @@ def fault_of(error: OmlxError) -> Fault:
         return Fault(404, str(error), param=error.param, code=error.code)
     if isinstance(error, Overloaded):
         return Fault(503, str(error), "overloaded_error", code="overloaded", retry_after_s=error.retry_after_s)
+    if isinstance(error, ModelError):
+        return Fault(503, error.public, "server_error", code="model_unavailable")
     return Fault(500, str(error), "server_error")
 
 

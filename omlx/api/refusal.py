@@ -1,13 +1,15 @@
 """Answers to requests that get none, each in the shape of its path's dialect."""
 
+import asyncio
 import logging
 from collections.abc import Callable
 from typing import Any
 
 from fastapi.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from omlx.api import anthropic, openai
-from omlx.api.events import Fault
+from omlx.api.events import INTERNAL_FAULT, Fault
 
 logger = logging.getLogger("omlx.server")
 
@@ -31,3 +33,31 @@ def refuse(path: str, fault: Fault, headers: dict[str, str] | None = None) -> Re
     if fault.retry_after_s is not None:
         headers["retry-after"] = str(fault.retry_after_s)
     return JSONResponse(error_body(path, fault), fault.status, headers)
+
+
+class PanicCheck:
+    """Answers for a request that ends with what is no Exception, such as a panic in a library written in Rust.
+
+    Starlette handles Exceptions only: the client would get plain text, or nothing.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        begun = False
+
+        async def watched(message: Message) -> None:
+            nonlocal begun
+            begun = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watched)
+        except (Exception, KeyboardInterrupt, SystemExit, GeneratorExit, asyncio.CancelledError):
+            raise
+        except BaseException as error:
+            logger.exception("a library panicked on %r", scope.get("path"))
+            if begun or scope["type"] != "http":
+                raise RuntimeError(f"a library panicked: {error}") from None
+            await refuse(scope["path"], INTERNAL_FAULT)(scope, receive, send)

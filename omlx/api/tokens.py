@@ -9,7 +9,7 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, Field
 
 from omlx.api import openai
-from omlx.api.chat import ChatPrompt, ChatRequest, Engine, EnginePool, encode, prompt_tokens, render
+from omlx.api.chat import ChatPrompt, ChatRequest, Engine, EnginePool, encode, prompt_tokens, render, tokenizing
 from omlx.api.openai_body import Body, TokenIds, validated
 from omlx.api.openapi import documented
 from omlx.api.pictures import Source, with_pictures
@@ -100,4 +100,5 @@ def detokenized(engine: Engine, fields: DetokenizeBody) -> dict[str, Any]:
     if fields.tokens and max(fields.tokens) >= engine.vocab_size:
         raise BadRequest(f"tokens: token ids of this model are from 0 to {engine.vocab_size - 1}", param="tokens")
     options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
-    return {"prompt": engine.tokenizer.decode(fields.tokens, **options)}
+    with tokenizing(engine.name):
+        return {"prompt": engine.tokenizer.decode(fields.tokens, **options)}

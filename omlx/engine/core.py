@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeVar
 
 import mlx.core as mx
 
-from omlx.errors import BadRequest, EngineError, Overloaded
+from omlx.errors import BadRequest, EngineError, Overloaded, release_frames
 from omlx.model.grammar import Grammars
 from omlx.model.loader import LoadedModel
 from omlx.request import GrammarMatcher, GrammarSpec, Request, TokenOutput
@@ -79,8 +79,9 @@ class MLXThread:
                 return
             try:
                 future.set_result(work())
-            # The caller gets whatever it was.
+            # The caller gets whatever it was, without the arrays in the frames of its traceback.
             except BaseException as error:
+                release_frames(error)
                 future.set_exception(error)
 
         self.post(command)
@@ -136,6 +137,7 @@ class MLXThread:
         # thread alive: no request may take the engine down.
         except Exception as error:
             log.exception("a step failed")
+            release_frames(error)
             self._do(partial(worker.fail_all, error))
 
 

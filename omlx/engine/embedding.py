@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from omlx.engine.core import MLXThread
+from omlx.engine.loading import ModelLoader
 from omlx.errors import EngineError, OmlxError, Overloaded
 from omlx.metrics import ChunkTime
 from omlx.model.encoder import Encoder, Vectors, load_encoder
@@ -257,8 +258,9 @@ class EmbeddingEngine:
 class Embedders:
     """The engines of the models that give vectors or scores, loaded on first use, all on one MLX thread."""
 
-    def __init__(self, thread: MLXThread, config: SchedulerConfig) -> None:
+    def __init__(self, thread: MLXThread, config: SchedulerConfig, loader: ModelLoader) -> None:
         self._thread = thread
+        self._loader = loader
         self._config = config
         self._loaded: dict[str, EmbeddingEngine] = {}
         self._locks: dict[str, asyncio.Lock] = {}
@@ -274,8 +276,7 @@ class Embedders:
         """The engine of a model, loaded if it is not yet. Raises ModelError."""
         async with self._locks.setdefault(name, asyncio.Lock()):
             if name not in self._loaded:
-                work = self._thread.call(lambda: self._load(name, path))
-                self._loaded[name] = await asyncio.wrap_future(work)
+                self._loaded[name] = await self._loader.load(name, [path], lambda: self._load(name, path))
         return self._loaded[name]
 
     def _load(self, name: str, path: Path) -> EmbeddingEngine:
@@ -283,10 +284,11 @@ class Embedders:
         started = time.monotonic()
         encoder = load_encoder(path, name)
         scheduler = EncodeScheduler(encoder.run, self._config.max_stall_s)
+        most = self._config.max_concurrent_requests + self._config.max_waiting_requests
+        engine = EmbeddingEngine(encoder, scheduler, self._thread, most)
         self._thread.attach(scheduler)
         log.info("model %s loaded in %.1f s", name, time.monotonic() - started)
-        most = self._config.max_concurrent_requests + self._config.max_waiting_requests
-        return EmbeddingEngine(encoder, scheduler, self._thread, most)
+        return engine
 
     def figures(self) -> dict[str, dict[str, Any]]:
         """What each loaded model has done; on the MLX thread."""

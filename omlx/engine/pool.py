@@ -23,10 +23,11 @@ from omlx.cache.tiered_manager import (
 from omlx.cache.vision_feature_cache import FeatureFigures, VisionFeatureSSDCache, figures
 from omlx.engine.core import Engine, MLXThread, Streams
 from omlx.engine.embedding import Embedders, EmbeddingEngine
+from omlx.engine.loading import ModelLoader
 from omlx.engine.vlm import VLMEngine
 from omlx.errors import BadRequest, ModelError, NotFound, Overloaded
 from omlx.memory_monitor import MemoryMonitor
-from omlx.model.folder import find_model, list_models
+from omlx.model.folder import ModelInfo, find_model, scan_models
 from omlx.model.loader import LoadedModel
 from omlx.model.model_kind import ModelKind, model_kind
 from omlx.model.progress import folder_bytes
@@ -47,6 +48,7 @@ log = logging.getLogger(__name__)
 _READY_WITHIN_S = 5.0
 _FORGET_WITHIN_S = 30.0
 _THREAD_STOPS_WITHIN_S = 5.0
+_CLOSES_WITHIN_S = 5.0
 
 # Figures of single models that make sense as a sum; what is shared is measured once.
 _SUMMED = (
@@ -88,6 +90,7 @@ class EnginePool:
     ) -> None:
         self.config = config
         self._home = home
+        self._unreadable: set[str] = set()
         self._only = find_model(model, home) if model is not None else None
         self._only_name = self._name(model) if model is not None else ""
         self._adapter = adapter if model is not None else None
@@ -97,11 +100,12 @@ class EnginePool:
         self._root: DiskStore | None = None
         self._features: VisionFeatureSSDCache | None = None
         self._loaded: dict[str, _Loaded] = {}
-        self._embedders = Embedders(self._thread, config)
+        self._loader = ModelLoader(self._thread)
+        self._embedders = Embedders(self._thread, config, self._loader)
         self._locks: dict[str, asyncio.Lock] = {}
 
     def _name(self, model: str) -> str:
-        known = {info.path: info.name for info in list_models(self._home)}
+        known = {info.path: info.name for info in self._scan()}
         path = find_model(model, self._home)
         return known.get(path, path.resolve().name)
 
@@ -153,11 +157,20 @@ class EnginePool:
         if self._only is not None:
             found = [(self._only_name, self._only, folder_bytes(self._only))]
         else:
-            found = [(info.name, info.path, info.size_bytes) for info in list_models(self._home)]
+            found = [(info.name, info.path, info.size_bytes) for info in self._scan()]
         return [
             ServedModel(name, path, size, name in self._loaded or name in self._embedders, model_kind(path))
             for name, path, size in found
         ]
+
+    def _scan(self) -> list[ModelInfo]:
+        """The models under the home folder; warns once of each folder there that cannot be read."""
+        scan = scan_models(self._home)
+        for line in scan.unreadable:
+            if line not in self._unreadable:
+                log.warning("model folder cannot be read: %s", line)
+        self._unreadable = set(scan.unreadable)
+        return scan.models
 
     def _served(self, name: str) -> ServedModel:
         served = next((model for model in self.models() if model.name == name), None)
@@ -195,8 +208,8 @@ class EnginePool:
             raise BadRequest(f"model {name!r} writes no text; it is for {use}", param="model")
         async with self._locks.setdefault(name, asyncio.Lock()):
             if name not in self._loaded:
-                work = self._thread.call(lambda: self._load(served))
-                self._loaded[name] = await asyncio.wrap_future(work)
+                folders = [served.path, *([self._adapter] if self._adapter else [])]
+                self._loaded[name] = await self._loader.load(name, folders, lambda: self._load(served))
         return self._loaded[name].engine
 
     def loaded(self) -> list[Engine]:
@@ -328,15 +341,26 @@ class EnginePool:
         vision, bits = isinstance(model, VisionModel), self.config.kv_bits
         runner = VLMRunner(model, bits) if isinstance(model, VisionModel) else TextRunner(model, bits)
         tiers = self._cache_stack(runner, vision)
+        try:
+            loaded = self._assembled(model, runner, tiers)
+        except BaseException:
+            if tiers is not None:
+                tiers.close(_CLOSES_WITHIN_S)
+            raise
+        self._thread.attach(loaded.engine.scheduler)
+        if tiers is not None:
+            self.memory.watch(tiers)
+        log.info("model %s loaded in %.1f s", served.name, time.monotonic() - started)
+        return loaded
+
+    def _assembled(
+        self, model: VisionModel | LoadedModel, runner: TextRunner, tiers: TieredCacheManager | None
+    ) -> _Loaded:
         streams = Streams()
         scheduler = Scheduler(runner, self.config, tiers.prefix_cache if tiers else None, streams.emit)
         if not scheduler.most_tokens:
             limit = format_size(self.config.max_kv_cache_memory)
-            raise ModelError(f"--max-kv-cache-memory {limit} has no room for a single request of {served.name}")
-        self._thread.attach(scheduler)
-        if tiers is not None:
-            self.memory.watch(tiers)
-        log.info("model %s loaded in %.1f s", served.name, time.monotonic() - started)
+            raise ModelError(f"--max-kv-cache-memory {limit} has no room for a single request of {runner.name}")
         return _Loaded(self._engine(model, scheduler, streams, tiers), tiers)
 
     def _engine(

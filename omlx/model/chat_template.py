@@ -13,6 +13,7 @@ _TEMPLATE_ERRORS = (
     ArithmeticError,
     AttributeError,
     LookupError,
+    MemoryError,
     RecursionError,
     TypeError,
     ValueError,

@@ -4,7 +4,6 @@ The only user of mlx-vlm's embedding models. mlx-vlm is an optional extra, impor
 """
 
 import importlib
-import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,9 +17,12 @@ from numpy.typing import NDArray
 from tokenizers import Encoding, Tokenizer
 
 from omlx.errors import ModelError
-from omlx.model.folder import check_folder, read_config, read_weight_files
+from omlx.model.folder import check_files, check_folder, read_config
+from omlx.model.foreign import refusing
+from omlx.model.json_file import read_json
 from omlx.model.loader import DEFAULT_CONTEXT_LENGTH, as_float32
 from omlx.model.model_kind import POOLING_CONFIG, ModelKind, missing_layer, model_kind, trained_length
+from omlx.model.weights import WeightFile, only_these_weights, read_weight_files
 from omlx.request import EncoderInput, Text
 
 # Encoded texts are large while the tokenizer holds them, so it gets only so many characters at a time.
@@ -52,11 +54,15 @@ class Encoder:
         of a pair the whole question. Raises ValueError for a question that alone is too long for that."""
         tokenizer = self._cut if cut else self._whole
         inputs: list[EncoderInput] = []
-        try:
-            for part in _portions(texts):
-                inputs += [self._input(encoding) for encoding in tokenizer.encode_batch(part)]
-        except Exception as error:  # tokenizers raises plain Exception
-            raise ValueError(" ".join(str(error).split())) from error
+        refused: Exception | None = None
+        with refusing(f"model {self.name}: its tokenizer failed"):  # by a panic
+            try:
+                for part in _portions(texts):
+                    inputs += [self._input(encoding) for encoding in tokenizer.encode_batch(part)]
+            except Exception as error:  # tokenizers raises plain Exception
+                refused = error
+        if refused is not None:
+            raise ValueError(" ".join(str(refused).split())) from refused
         return inputs
 
     def _input(self, encoding: Encoding) -> EncoderInput:
@@ -98,26 +104,25 @@ def load_encoder(path: Path, name: str | None = None) -> Encoder:
     """
     check_folder(path)
     config, kind = read_config(path), model_kind(path)
-    read_weight_files(path)
+    check_files(path)
+    files = read_weight_files(path)
     if layer := missing_layer(path):
         raise ModelError(f"{path}: its vectors pass a layer {layer!r} that has no model.safetensors")
-    whole = _tokenizer(path)
-    length = _context_length(path, config)
-    model = _load(path, config, kind)
-    encoder = Encoder(
-        name=name or path.name, kind=kind, context_length=length, vocab_size=int(config.get("vocab_size", 0)),
-        dimensions=0, _pad=int(config.get("pad_token_id") or 0), _forward=partial(_forward, model, kind),
-        _whole=whole, _cut=_cutting(whole, length, kind),
-    )  # fmt: skip
-    return _tried(path, encoder)
+    with refusing(path):
+        whole = _tokenizer(path)
+        length = _context_length(path, config)
+        model = _load(path, files, kind)
+        encoder = Encoder(
+            name=name or path.name, kind=kind, context_length=length, vocab_size=int(config.get("vocab_size", 0)),
+            dimensions=0, _pad=int(config.get("pad_token_id") or 0), _forward=partial(_forward, model, kind),
+            _whole=whole, _cut=_cutting(whole, length, kind),
+        )  # fmt: skip
+        return _tried(encoder)
 
 
-def _tried(path: Path, encoder: Encoder) -> Encoder:
+def _tried(encoder: Encoder) -> Encoder:
     """The encoder after a first pass: what its family cannot do (a way of pooling, ...) is told when it is loaded."""
-    try:
-        (row,) = encoder.run(encoder.tokenize([("a", "b") if encoder.kind == "rerank" else "a"]))
-    except Exception as error:  # broad: any family's code may refuse in its own way
-        raise _unusable(path, error) from error
+    (row,) = encoder.run(encoder.tokenize([("a", "b") if encoder.kind == "rerank" else "a"]))
     return replace(encoder, dimensions=len(row))
 
 
@@ -128,20 +133,16 @@ def _forward(model: nn.Module, kind: ModelKind, ids: mx.array, attention_mask: m
     return model(ids, attention_mask=attention_mask).text_embeds
 
 
-def _load(path: Path, config: dict[str, Any], kind: ModelKind) -> nn.Module:
+def _load(path: Path, files: list[WeightFile], kind: ModelKind) -> nn.Module:
     family = "reranker_loader:load_sequence_classification_model"
-    try:
-        load = _mlx_vlm(family if kind == "rerank" else "embedding_loader:load_embedding_model")
-        model = load(path, lazy=True)
+    load = _mlx_vlm(family if kind == "rerank" else "embedding_loader:load_embedding_model")
+    with only_these_weights(path, files) as view, refusing(path, str(view)):
+        model = load(view, lazy=True)
         if mx.default_device() == mx.cpu:
             model = as_float32(model)
         mx.eval(model.parameters())
         if kind == "embedding":
             model.pooling_config = _pooling(path)
-    except ModelError:
-        raise
-    except Exception as error:  # broad: mlx-vlm answers unusual files with all kinds of errors
-        raise _unusable(path, error) from error
     return model
 
 
@@ -157,17 +158,15 @@ def _mlx_vlm(target: str) -> Callable[..., nn.Module]:
 def _pooling(path: Path) -> dict[str, Any] | None:
     """How the folder says that vectors are pooled; None leaves it to the family."""
     file = path / POOLING_CONFIG
-    return json.loads(file.read_bytes()) if file.is_file() else None
+    return read_json(file) if file.is_file() else None
 
 
 def _tokenizer(path: Path) -> Tokenizer:
     file = path / "tokenizer.json"
     if not file.is_file():
         raise ModelError(f"{path}: no tokenizer.json, which embeddings need")
-    try:
+    with refusing(file):
         tokenizer = Tokenizer.from_file(str(file))
-    except Exception as error:  # tokenizers raises plain Exception
-        raise _unusable(file, error) from error
     # Some files ask for both, with lengths of their own.
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -189,8 +188,3 @@ def _context_length(path: Path, config: dict[str, Any]) -> int:
     if str(config["model_type"]).replace("-", "_") == "xlm_roberta":
         positions -= int(config.get("pad_token_id") or 0) + 1  # positions are counted from behind the padding's id
     return min(positions, trained_length(path) or positions)
-
-
-def _unusable(path: Path, error: Exception) -> ModelError:
-    text = " ".join(str(error).split()) or type(error).__name__
-    return ModelError(f"{path}: {text if len(text) <= 300 else text[:297] + '...'}")

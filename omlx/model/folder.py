@@ -8,28 +8,34 @@ Nothing here needs MLX, so listing models is quick.
 
 import fcntl
 import hashlib
-import json
+import math
 import os
 import re
 import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from omlx.errors import ModelError, NotFound
+from omlx.model.json_file import parse_json, read_bytes, read_object
 from omlx.model.progress import folder_bytes
+from omlx.model.weights import WEIGHT_PATTERN, WeightFile, read_weight_file, weight_paths
 
-WEIGHT_PATTERN = "model*.safetensors"
 MICRO_VLM = "micro-vlm"
 """The vision-language model that comes with omlx itself."""
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapters.safetensors"
 
 _SHIPPED = Path(__file__).parents[1] / "data"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-_HEADER_LIMIT = 100 << 20  # the safetensors format allows no longer header
+_TEXT_FILES = ("json", "jinja", "txt", "model", "tiktoken")
+_MOST_TEXT = 128 << 20  # the longest tokenizer.json that is known has 40 MB
+_MOST = {"layers": 1024, "experts": 16384, "others": 4096}
+_MOST_MODULES = 1 << 17  # layers times experts; the largest published model has 23,424
+_OTHER_COUNTS = frozenset({
+    "blocks", "codebooks", "cycles", "groups", "heads", "levels", "loops", "quantizers", "stages", "tiles",
+})  # fmt: skip
 _HASH_WHOLE = 256 << 20
 _SAMPLE_BYTES = 1 << 10
 _SAMPLE_EVERY = 4 << 20
@@ -41,19 +47,6 @@ class ModelInfo(NamedTuple):
     name: str
     path: Path
     size_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class WeightFile:
-    """A safetensors file whose length agrees with its header.
-
-    `header` is the JSON as stored; `spans` are the (start, end) of the tensors in the file, in its order.
-    """
-
-    path: Path
-    size: int
-    header: bytes
-    spans: tuple[tuple[int, int], ...]
 
 
 class Adapter(NamedTuple):
@@ -83,25 +76,50 @@ def safe_name(text: str) -> str:
 
 
 def is_model(path: Path) -> bool:
-    """Whether `path` looks like a model folder: a config and weights are there."""
-    return (path / "config.json").is_file() and bool(weight_paths(path))
-
-
-def weight_paths(path: Path) -> list[Path]:
-    """The weight files that mlx-lm loads from a folder, in name order."""
-    return sorted(file for file in path.glob(WEIGHT_PATTERN) if file.is_file())
+    """Whether `path` looks like a model folder: a config and weights are there. False if that cannot be seen."""
+    return os.path.isfile(path / "config.json") and bool(weight_paths(path))
 
 
 def list_models(home: Path) -> list[ModelInfo]:
     """Every model under the home folder, in name order; folders that begin with a dot are unfinished."""
-    root = models_folder(home)
-    found = []
-    for path in sorted([*root.glob("*"), *root.glob("*/*")]):
-        name = path.relative_to(root).as_posix()
-        inside_model = path.parent != root and is_model(path.parent)
-        if not inside_model and not name.startswith(".") and "/." not in name and is_model(path):
-            found.append(ModelInfo(name, path, folder_bytes(path)))
-    return sorted(found)
+    return scan_models(home).models
+
+
+class Scan(NamedTuple):
+    """The models under a home folder in name order, and one line for each folder there that cannot be read."""
+
+    models: list[ModelInfo]
+    unreadable: list[str]
+
+
+def scan_models(home: Path) -> Scan:
+    """`list_models`, and what it leaves out because it cannot be read. Raises nothing for such folders."""
+    root, found = models_folder(home), Scan([], [])
+    for path in _visible_folders(root, found.unreadable):
+        if is_model(path):
+            found.models.append(ModelInfo(path.name, path, folder_bytes(path)))
+            continue
+        for inner in _visible_folders(path, found.unreadable):
+            if is_model(inner):
+                found.models.append(ModelInfo(f"{path.name}/{inner.name}", inner, folder_bytes(inner)))
+            elif not os.access(inner, os.R_OK | os.X_OK):
+                _visible_folders(inner, found.unreadable)
+    found.models.sort()
+    return found
+
+
+def _visible_folders(parent: Path, unreadable: list[str]) -> list[Path]:
+    """The folders in a folder that begin with no dot; adds a line to `unreadable` if it cannot be read."""
+    try:
+        with os.scandir(parent) as entries:
+            names = [entry.name for entry in entries if not entry.name.startswith(".")]
+        os.stat(os.path.join(parent, "."))  # names may be listed of a folder that nobody may enter
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        unreadable.append(f"{parent}: {error.strerror or error}")
+        return []
+    return [parent / name for name in names if os.path.isdir(parent / name)]
 
 
 def shipped_models() -> list[ModelInfo]:
@@ -126,8 +144,8 @@ def find_model(name_or_path: str, home: Path) -> Path:
     for shipped in shipped_models():
         if shipped.name == name_or_path:
             return shipped.path
-    path = Path(name_or_path).expanduser()
-    if not path.is_dir():
+    path = _expanded(name_or_path)
+    if not os.path.isdir(path):
         raise NotFound(
             f"no model {name_or_path!r} under {models_folder(home)}, and no such folder; "
             "`omlx models` lists what is there, `omlx pull smollm2-135m` fetches the starter model"
@@ -136,74 +154,127 @@ def find_model(name_or_path: str, home: Path) -> Path:
     return path
 
 
+def _expanded(path: str) -> Path:
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:  # ~nobody
+        raise NotFound(f"no model {path!r}: {error}") from None
+
+
 def check_folder(path: Path) -> None:
-    """Raise ModelError, in one line, unless `path` is a folder with a config and weights."""
-    if not path.is_dir():
-        raise ModelError(f"{path}: no such model folder")
-    if not (path / "config.json").is_file():
+    """Raise ModelError, in one line, unless `path` is a folder with a config and weights that can be read."""
+    try:
+        os.stat(os.path.join(path, "."))
+        os.listdir(path)
+    except FileNotFoundError:
+        raise ModelError(f"{path}: no such model folder") from None
+    except OSError as error:
+        raise ModelError(f"{path}: {error.strerror or error}") from None
+    if not os.path.isfile(path / "config.json"):
         raise ModelError(f"{path}: not a model folder (no config.json)")
     if not weight_paths(path):
         raise ModelError(f"{path}: no weights ({WEIGHT_PATTERN})")
 
 
+def folder_state(path: Path) -> object:
+    """A value that changes whenever a file in a folder, or in a folder of it, does, or who may read it."""
+    found: list[object] = []
+    for folder in (path, *_subfolders(path)):
+        try:
+            with os.scandir(folder) as entries:
+                found.append((folder.name, sorted((entry.name, _file_state(Path(entry.path))) for entry in entries)))
+        except OSError as error:
+            found.append((folder.name, error.errno, _file_state(folder)))
+    return found
+
+
+def _subfolders(path: Path) -> list[Path]:
+    try:
+        return sorted(entry for entry in path.iterdir() if os.path.isdir(entry))
+    except OSError:
+        return []
+
+
+def _file_state(path: Path) -> tuple[int, ...]:
+    try:
+        stat = path.stat()
+    except OSError:
+        return ()
+    return stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
+
+
+def check_files(path: Path) -> None:
+    """Raise ModelError if a file that other libraries read whole is no regular file, or larger than any real one."""
+    for name in sorted(os.listdir(path)):
+        kind = name.rpartition(".")[2].lower()
+        if os.path.isdir(path / name) or kind not in (*_TEXT_FILES, "safetensors"):
+            continue
+        if not os.path.isfile(path / name):  # opening a pipe would wait forever
+            raise ModelError(f"{path}: {name} is not a regular file")
+        if kind in _TEXT_FILES and os.path.getsize(path / name) > _MOST_TEXT:
+            raise ModelError(f"{path}: {name} is larger than {_MOST_TEXT >> 20} MiB")
+
+
 def read_config(path: Path) -> dict[str, Any]:
-    """config.json of a folder. Raises ModelError if it is not JSON, names no usable model type, or asks for code.
+    """config.json of a folder. Raises ModelError if it is not JSON, names no usable model type, asks for code, or
+    describes more layers, heads or experts than any model has.
 
     The type becomes part of a module name in mlx-lm, hence the check of its characters.
     """
     file = path / "config.json"
-    try:
-        config = json.loads(file.read_bytes())
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{file}: {error}") from error
-    if not isinstance(config, dict):
-        raise ModelError(f"{file}: not a JSON object")
+    config = read_object(file)
     if "model_file" in config:
         raise ModelError(f"{file}: the model wants to run its own code ({config['model_file']!r}); omlx never does")
     if not re.fullmatch(r"[A-Za-z0-9_-]+", str(config.get("model_type", ""))):
-        raise ModelError(f"{file}: no usable model_type ({config.get('model_type')!r})")
+        raise ModelError(f"{file}: no usable model_type ({str(config.get('model_type'))[:100]!r})")
+    _check_counts(config, file)
     return config
 
 
-def read_weight_files(path: Path) -> list[WeightFile]:
-    """The headers of a folder's weight files, in name order. ModelError for a damaged or truncated one."""
-    return [_read_weight_file(file) for file in weight_paths(path)]
+def _check_counts(config: dict[str, Any], file: Path) -> None:
+    """Modules are made from the config alone, before its weights can tell that they are not there."""
+    modules = {"experts": 1, "layers": 1}
+    parts: list[Any] = [config]
+    while parts:
+        part = parts.pop()
+        parts += part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
+        for key, value in part.items() if isinstance(part, dict) else ():
+            counted = _counted(str(key))
+            if counted is None or isinstance(value, bool) or not isinstance(value, int | float):
+                continue
+            if not value <= _MOST[counted]:
+                raise ModelError(f"{file}: {key} is {value}; omlx builds at most {_MOST[counted]:,}")
+            if counted in modules:
+                modules[counted] = max(modules[counted], int(value))
+    if math.prod(modules.values()) > _MOST_MODULES:
+        raise ModelError(f"{file}: {modules['layers']} layers of {modules['experts']} experts; omlx builds fewer")
 
 
-def _read_weight_file(path: Path) -> WeightFile:
-    try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if not 2 <= length <= min(_HEADER_LIMIT, size):
-                raise ModelError(f"{path}: not a safetensors file, or truncated")
-            header = file.read(length)
-        tensors = json.loads(header)
-        spans = [entry["data_offsets"] for name, entry in tensors.items() if name != "__metadata__"]
-        expected = 8 + length + max((end for _, end in spans), default=0)
-        places = tuple(sorted((8 + length + int(start), 8 + length + int(end)) for start, end in spans))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(f"{path}: damaged safetensors file ({type(error).__name__})") from error
-    if size != expected:
-        raise ModelError(f"{path}: {size} bytes instead of {expected} (an unfinished download?)")
-    return WeightFile(path, size, header, places)
+def _counted(key: str) -> str | None:
+    """What a key of a config counts, if that is something of which a module is built each."""
+    words = set(re.split(r"[^a-z]+", key.lower()))
+    if words & {"per"}:  # chosen of those that are counted elsewhere, or sizes
+        return None
+    if words & {"experts"}:
+        return "experts"
+    if words & {"layers", "depth", "depths"} or words >= {"n", "layer"} or words >= {"num", "layer"}:
+        return "layers"
+    return "others" if words & _OTHER_COUNTS else None
 
 
 def read_adapter(path: Path) -> Adapter:
     """An adapter as mlx-lm's training leaves it. Raises ModelError, in one line, for a folder that is none."""
     config, weights = path / ADAPTER_CONFIG, path / ADAPTER_WEIGHTS
-    if not path.is_dir():
+    if not os.path.isdir(path):
         raise ModelError(f"{path}: no such adapter folder")
     for file in (config, weights):
-        if not file.is_file():
+        if not os.path.isfile(file):
             raise ModelError(f"{path}: not an adapter of mlx-lm (no {file.name})")
-    try:
-        content = config.read_bytes()
-        if not isinstance(json.loads(content), dict):
-            raise ValueError("not a JSON object")
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{config}: {error}") from error
-    return Adapter(path, content, _read_weight_file(weights))
+    content = read_bytes(config)
+    if not isinstance(described := parse_json(content, str(config)), dict):
+        raise ModelError(f"{config}: not a JSON object")
+    _check_counts(described, config)
+    return Adapter(path, content, read_weight_file(weights))
 
 
 def fingerprint(path: Path, files: list[WeightFile], adapter: Adapter | None = None) -> bytes:

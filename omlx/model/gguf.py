@@ -14,6 +14,7 @@ import mlx.core as mx
 
 from omlx.errors import ModelError
 from omlx.model.folder import check_name, locked, models_folder, new_folder, safe_name
+from omlx.model.foreign import refusing
 from omlx.model.gguf_file import GgufHeader, read_header
 from omlx.model.gguf_tokenizer import end_tokens, write_tokenizer
 from omlx.model.progress import Progress, silent, watching
@@ -55,10 +56,11 @@ def convert(path: Path, folder: Path, progress: Progress = silent) -> None:
     """Write config.json, generation_config.json, model.safetensors and the tokenizer of a GGUF file into `folder`."""
     header = read_header(path)
     try:
-        _check(header)
-        config = _config(header)
-        write_tokenizer(header.metadata, config["max_position_embeddings"], folder)
-        weights = _weights(_load(path), config)
+        with refusing("damaged GGUF file"):
+            _check(header)
+            config = _config(header)
+            write_tokenizer(header.metadata, config["max_position_embeddings"], folder)
+            weights = _weights(_load(path), config)
     except ModelError as error:
         raise ModelError(f"{path.name}: {error}") from error
     config["quantization"] = _quantization(weights)
@@ -117,6 +119,8 @@ def _config(header: GgufHeader) -> dict[str, Any]:
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": end_tokens(metadata),
     }
+    if not 0 < config["num_hidden_layers"] <= len(header.tensors):
+        raise ModelError(f"{config['num_hidden_layers']} layers, but {len(header.tensors)} tensors")
     if head_dim * heads != hidden and "llama.attention.key_length" not in metadata:
         raise ModelError(f"{heads} heads of {head_dim} do not fit a width of {hidden}")
     return config

@@ -13,7 +13,6 @@ from huggingface_hub.utils import tqdm  # type: ignore[attr-defined]
 
 from omlx.errors import ModelError
 from omlx.model.folder import (
-    WEIGHT_PATTERN,
     check_folder,
     check_name,
     is_model,
@@ -24,6 +23,7 @@ from omlx.model.folder import (
     unfinished_folder,
 )
 from omlx.model.progress import Progress, silent, watching
+from omlx.model.weights import WEIGHT_PATTERN
 from omlx.sizes import format_size
 
 _WANTED = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt")

@@ -1,8 +1,8 @@
 """Load a model folder: weights, tokenizer, and what the rest of omlx has to know about them."""
 
-import json
 import logging
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,15 +17,17 @@ from omlx.errors import ModelError
 from omlx.model.folder import (
     Adapter,
     ModelInfo,
-    WeightFile,
+    check_files,
     check_folder,
     find_model,
     fingerprint,
     list_models,
     read_adapter,
     read_config,
-    read_weight_files,
 )
+from omlx.model.foreign import refusing
+from omlx.model.json_file import read_object
+from omlx.model.weights import WeightFile, only_these_weights, read_weight_files
 
 __all__ = ["DEFAULT_CONTEXT_LENGTH", "LoadedModel", "ModelInfo", "as_float32", "find_model", "list_models", "load"]
 
@@ -46,7 +48,7 @@ _CONTEXT_KEYS = (
 )
 _UNBOUNDED = 10_000_000  # transformers writes absurdly large lengths for "not known"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tiktoken.model", "vocab.json")
-_MESSAGE_LENGTH = 300
+_PROBES = ("a", "Hello, world 123", "\n\t ", "é 你好 🙂 \u200d\ufffd", "<|x|> </s> [INST]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +82,7 @@ def load(path: Path, name: str | None = None, adapter_path: Path | None = None) 
     path = path.expanduser()
     files = check_loadable(path)
     adapter = None if adapter_path is None else read_adapter(adapter_path.expanduser())
-    model, config = _load_weights(path, adapter)
+    model, config = _load_weights(path, files, adapter)
     return assembled(name or path.name, path, model, config, files, adapter)
 
 
@@ -117,27 +119,24 @@ def check_loadable(path: Path) -> list[WeightFile]:
     """The weight files of a folder that seems to hold all that a model needs. Raises ModelError, in one line."""
     check_folder(path)
     read_config(path)
+    check_files(path)
     files = read_weight_files(path)
-    if set(str(path)) & set("*?["):
-        raise ModelError(f"{path}: mlx-lm cannot load from a path with '*', '?' or '[' in it")
     if not any((path / file).is_file() for file in _TOKENIZER_FILES):
         raise ModelError(f"{path}: no tokenizer ({', '.join(_TOKENIZER_FILES[:3])})")
     return files
 
 
-def _load_weights(path: Path, adapter: Adapter | None) -> tuple[nn.Module, dict[str, Any]]:
+def _load_weights(path: Path, files: list[WeightFile], adapter: Adapter | None) -> tuple[nn.Module, dict[str, Any]]:
     """Lazily up to the end, so that quantised weights can be freed while float32 ones are made."""
-    loading = path
-    try:
-        model, config = load_model(path, lazy=True, strict=True, trust_remote_code=False)
-        if mx.default_device() == mx.cpu:
-            model = as_float32(model)
-        if adapter is not None:
-            loading = adapter.path
-            model = _with_adapter(model, adapter)
-        mx.eval(model.parameters())
-    except Exception as error:  # broad: mlx-lm answers unusual files with all kinds of errors
-        raise ModelError(f"{loading}: {one_line(error)}") from error
+    with only_these_weights(path, files) as view:
+        with refusing(path, str(view)):
+            model, config = load_model(view, lazy=True, strict=True, trust_remote_code=False)
+            if mx.default_device() == mx.cpu:
+                model = as_float32(model)
+        with refusing(path if adapter is None else adapter.path, str(view)):
+            if adapter is not None:
+                model = _with_adapter(model, adapter)
+            mx.eval(model.parameters())
     return model, config
 
 
@@ -166,20 +165,24 @@ def as_float32(model: nn.Module) -> nn.Module:
 
 def _load_tokenizer(path: Path, config: dict[str, Any], options: dict[str, Any]) -> TokenizerWrapper:
     """trust_remote_code is given as False because transformers would otherwise ask on the terminal."""
-    end = _lookup(config, "eos_token_id")
-    try:
-        return load_tokenizer(path, {"trust_remote_code": False} | options, eos_token_ids=end)
-    except Exception as error:  # broad: transformers and tokenizers raise all kinds of errors
-        reason = "it needs its own code, which omlx never runs" if _has_own_code(path) else one_line(error)
-        raise ModelError(f"{path}: tokenizer: {reason}") from error
+    subject = f"{path}: tokenizer"
+    if _has_own_code(path):
+        subject = f"{path}: tokenizer: it needs its own code, which omlx never runs"
+    with refusing(subject):
+        options = {"trust_remote_code": False} | options
+        tokenizer = load_tokenizer(path, options, eos_token_ids=_lookup(config, "eos_token_id"))
+        for text in _PROBES:
+            # A damaged one panics (no Exception) at a text; that it refuses some texts is said to who sends them.
+            with suppress(Exception):
+                tokenizer.decode(tokenizer.encode(text))
+    return tokenizer
 
 
 def _has_own_code(path: Path) -> bool:
     """Whether the tokenizer names a class in a file of the folder."""
     try:
-        config = json.loads((path / "tokenizer_config.json").read_bytes())
-        return "AutoTokenizer" in config.get("auto_map", {})
-    except (OSError, ValueError, AttributeError, TypeError):
+        return "AutoTokenizer" in read_object(path / "tokenizer_config.json").get("auto_map", {})
+    except (ModelError, TypeError):
         return False
 
 
@@ -188,14 +191,6 @@ def _fingerprint(path: Path, files: list[WeightFile], adapter: Adapter | None) -
         return fingerprint(path, files, adapter)
     except OSError as error:
         raise ModelError(f"{path}: {error}") from error
-
-
-def one_line(error: Exception) -> str:
-    """What an error says, short enough for a message."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    if isinstance(error, KeyError):
-        text = f"missing {text}"
-    return text if len(text) <= _MESSAGE_LENGTH else text[: _MESSAGE_LENGTH - 3] + "..."
 
 
 def _lookup(config: dict[str, Any], key: str) -> Any:

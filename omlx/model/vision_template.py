@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from omlx.errors import BadPicture, BadRequest
 from omlx.model.chat_template import render
+from omlx.model.foreign import refusing
 from omlx.model.vision_family import Layout, Picture, VisionFamily
 
 Messages = list[dict[str, Any]]
@@ -95,7 +96,8 @@ class VisionTemplate:
         shown = render(self._tokenizer, self._name, safe, safe_args, safe_tools, ready=ready)
         text, labels = self._expanded(shown, strays, layouts)
         self._check_length(len(text))
-        ids = self._begin(text) + list(self._tokenizer.encode(text, add_special_tokens=False))
+        with refusing(f"model {self._name}: its tokenizer failed"):
+            ids = self._begin(text) + list(self._tokenizer.encode(text, add_special_tokens=False))
         return ids, self._placed(ids, labels, pictures, layouts)
 
     def _layout(self, index: int, picture: Picture) -> Layout:

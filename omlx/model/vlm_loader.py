@@ -4,7 +4,6 @@ mlx-vlm is the extra `vision`. Without it a folder that holds such a model is se
 mlx-lm can do that. Nothing in the folder is ever executed, and nothing is written into it.
 """
 
-import json
 import logging
 from dataclasses import replace
 from importlib import import_module
@@ -17,10 +16,13 @@ import mlx.nn as nn
 from mlx_lm.utils import load_config
 
 from omlx.errors import ModelError
-from omlx.model.folder import WeightFile, read_config, weight_paths
-from omlx.model.loader import LoadedModel, as_float32, assembled, check_loadable, load, one_line
+from omlx.model.folder import read_config
+from omlx.model.foreign import refusing
+from omlx.model.json_file import read_object
+from omlx.model.loader import LoadedModel, as_float32, assembled, check_loadable, load
 from omlx.model.vision_families import FAMILIES
 from omlx.model.vision_family import Files, VisionFamily
+from omlx.model.weights import WeightFile, only_these_weights
 
 log = logging.getLogger(__name__)
 
@@ -79,45 +81,36 @@ def load_vision(path: Path, name: str | None = None) -> VisionModel:
     """
     path = path.expanduser()
     files = check_loadable(path)
-    _check_weights(path, files)
-    model = _load_model(path)
+    if any(_UNREADABLE in file.header for file in files):
+        raise ModelError(f"{path}: weights of type F8_E8M0 cannot be loaded; convert the model first")
+    model = _load_model(path, files)
     described = _read_files(path)
     template = _chat_template(path, described)
     loaded = assembled(name or path.name, path, model, described.config, files, chat_template=template)
     try:
-        family = FAMILIES[described.config["model_type"]](model, described, loaded.tokenizer)
+        with refusing(f"{path}: its image processor"):
+            family = FAMILIES[described.config["model_type"]](model, described, loaded.tokenizer)
     except ModelError as error:
-        raise ModelError(f"{path}: {error}") from error
-    except Exception as error:  # broad: image processors answer unusual settings with all kinds of errors
-        raise ModelError(f"{path}: its image processor: {one_line(error)}") from error
+        raise error if str(path) in str(error) else ModelError(f"{path}: {error}") from error
     return VisionModel(_with_end(loaded), family)
 
 
-def _check_weights(path: Path, files: list[WeightFile]) -> None:
-    """mlx-vlm reads every safetensors file; the fingerprint covers those that mlx-lm reads."""
-    known = {*weight_paths(path), path / "consolidated.safetensors"}
-    if strange := sorted(file.name for file in path.glob("*.safetensors") if file not in known):
-        raise ModelError(f"{path}: mlx-vlm would load {strange[0]} as well; move it to another folder")
-    if any(_UNREADABLE in file.header for file in files):
-        raise ModelError(f"{path}: weights of type F8_E8M0 cannot be loaded; convert the model first")
-
-
-def _load_model(path: Path) -> nn.Module:
+def _load_model(path: Path, files: list[WeightFile]) -> nn.Module:
     """Lazily up to the end, so that quantised weights can be freed while float32 ones are made."""
-    try:
+    with only_these_weights(path, files) as view, refusing(path, str(view)):
         utils = import_module("mlx_vlm.utils")
-        model: nn.Module = utils.load_model(path, lazy=True)
+        model: nn.Module = utils.load_model(view, lazy=True)
         if mx.default_device() == mx.cpu:
             model = as_float32(model)
         mx.eval(model.parameters())
-    except Exception as error:  # broad: mlx-vlm answers unusual files with all kinds of errors
-        raise ModelError(f"{path}: {one_line(error)}") from error
     return model
 
 
 def _read_files(path: Path) -> Files:
     preprocessor = _read(path / "preprocessor_config.json")
-    files = Files(load_config(path), preprocessor, _read(path / "processor_config.json"))
+    with refusing(path):
+        config = load_config(path)
+    files = Files(config, preprocessor, _read(path / "processor_config.json"))
     if not files.image_settings():
         raise ModelError(f"{path}: no preprocessor_config.json, so it is not known what its pictures have to be like")
     return files
@@ -125,15 +118,7 @@ def _read_files(path: Path) -> Files:
 
 def _read(file: Path) -> dict[str, Any]:
     """A JSON object; empty if there is no such file."""
-    if not file.is_file():
-        return {}
-    try:
-        content = json.loads(file.read_bytes())
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{file}: {error}") from error
-    if not isinstance(content, dict):
-        raise ModelError(f"{file}: not a JSON object")
-    return content
+    return read_object(file) if file.is_file() else {}
 
 
 def _chat_template(path: Path, files: Files) -> str | None:

@@ -73,7 +73,7 @@ BAD = {
     "no folder": (shutil.rmtree, "no such adapter folder"),
     "no config": (remove("adapter_config.json"), r"not an adapter of mlx-lm \(no adapter_config\.json\)"),
     "no weights": (remove("adapters.safetensors"), r"not an adapter of mlx-lm \(no adapters\.safetensors\)"),
-    "bad json": (config("{"), r"adapter_config\.json: Expecting"),
+    "bad json": (config("{"), r"adapter_config\.json: not valid JSON"),
     "no object": (config("[]"), r"adapter_config\.json: not a JSON object"),
     "other kind": (config('{"peft_type": "LORA", "r": 8}'), "num_layers"),
     "no scale": (

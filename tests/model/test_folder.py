@@ -21,9 +21,9 @@ from omlx.model.folder import (
     models_folder,
     new_folder,
     read_config,
-    read_weight_files,
     safe_name,
 )
+from omlx.model.weights import read_weight_files
 
 
 @pytest.fixture
