@@ -40,6 +40,7 @@ from omlx.api.refusal import PanicCheck, refuse
 from omlx.api.responses.routes import router as responses_router
 from omlx.api.responses.store import ResponseStore
 from omlx.errors import NotFound, OmlxError
+from omlx.model.model_kind import WRITERS
 from omlx.settings import Settings, usage_hint
 
 logger = logging.getLogger("omlx.server")
@@ -207,13 +208,14 @@ async def answer(http: Request, pool: EnginePool, parse: Parse, source: Source) 
 async def _model_body(pool: EnginePool, model: ServedModel) -> dict[str, Any]:
     context_length = None
     if model.loaded:
-        engine = await (pool.get(model.name) if model.kind == "text" else pool.get_embedder(model.name))
+        engine = await (pool.get(model.name) if model.kind in WRITERS else pool.get_embedder(model.name))
         context_length = engine.context_length
     try:
         created = int(os.stat(model.path).st_mtime)
     except OSError:
         created = 0
-    return openai.model_body(model.name, created, context_length) | {"kind": model.kind}
+    body = openai.model_body(model.name, created, context_length) | {"kind": model.kind}
+    return body | ({"note": model.note} if model.note else {})
 
 
 def _add_error_handlers(app: FastAPI) -> None:
@@ -337,7 +339,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def _announce(pool: EnginePool, settings: Settings, port: int) -> None:
-    served = sorted(pool.models(), key=lambda model: model.kind != "text")
+    served = sorted(pool.models(), key=lambda model: model.kind not in WRITERS)
     name, kind = (served[0].name, served[0].kind) if served else ("MODEL", "text")
     hint = usage_hint(settings.host, port, name, settings.asks_for_key, kind)
     print(*settings.describe(), "", hint, sep="\n", flush=True)

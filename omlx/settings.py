@@ -494,7 +494,7 @@ def is_switch(field: str) -> bool:
 
 
 def usage_hint(host: str, port: int, model: str, api_key_set: bool, kind: str = "text") -> str:
-    """A curl line and, for a model of kind "text", a Python snippet that talk to a running server as they stand."""
+    """A curl line and, for a model that writes text, a Python snippet that talk to a running server as they stand."""
     base = f"http://{reachable(host)}:{port}/v1"
     path, body = _example(model, kind)
     # In single quotes for the shell; a quote inside a JSON string may be written as an escape.
@@ -502,7 +502,7 @@ def usage_hint(host: str, port: int, model: str, api_key_set: bool, kind: str = 
     bearer = ' -H "Authorization: Bearer $OMLX_API_KEY"' if api_key_set else ""
     lines = ["# OMLX_API_KEY: the key that this server was given"] if api_key_set else []
     lines += [f"curl {base}/{path} -H 'Content-Type: application/json'{bearer} -d '{data}'"]
-    return "\n".join(lines + (_python_hint(base, body, api_key_set) if kind == "text" else []))
+    return "\n".join(lines + ([] if kind in ("embedding", "rerank") else _python_hint(base, body, api_key_set)))
 
 
 def _example(model: str, kind: str) -> tuple[str, dict[str, Any]]:

@@ -22,7 +22,11 @@ log = logging.getLogger("omlx.server")
 
 
 class ServedModel(Protocol):
-    """A model that can be asked for; `loaded` if it is in memory now. `kind`: "text", "embedding" or "rerank"."""
+    """A model that can be asked for; `loaded` if it is in memory now.
+
+    `kind`: "text", "vision" (text about images too), "embedding" or "rerank". `note`: why a vision model is of kind
+    "text".
+    """
 
     @property
     def name(self) -> str: ...
@@ -35,6 +39,9 @@ class ServedModel(Protocol):
 
     @property
     def kind(self) -> str: ...
+
+    @property
+    def note(self) -> str: ...
 
 
 class Engine(TextEngine, Protocol):

@@ -78,14 +78,16 @@ class CompletionAnswer(Completion):
 class ModelAnswer(BaseModel):
     """`context_length` is what is enforced, and so are its other names; it is known of models in memory only.
 
-    `kind` says what the model is for: text, embedding or rerank.
+    `kind` says what the model is for: text, vision (text about images too), embedding or rerank. `note` is there for a
+    vision model that is served as a text model, and says why.
     """
 
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
-    kind: Literal["text", "embedding", "rerank"]
+    kind: Literal["text", "vision", "embedding", "rerank"]
+    note: str | None = None
     type: Literal["model"]
     display_name: str
     created_at: str

@@ -29,7 +29,7 @@ from omlx.errors import BadRequest, ModelError, NotFound, Overloaded
 from omlx.memory_monitor import MemoryMonitor
 from omlx.model.folder import ModelInfo, find_model, scan_models
 from omlx.model.loader import LoadedModel
-from omlx.model.model_kind import ModelKind, model_kind
+from omlx.model.model_kind import WRITERS, ModelKind, ModelUse, model_use
 from omlx.model.progress import folder_bytes
 from omlx.model.runner import TextRunner, numerics
 from omlx.model.vlm_loader import VisionModel, load_any
@@ -63,13 +63,14 @@ _SUMMED = (
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A model that can be asked for; `loaded` once its engine runs."""
+    """A model that can be asked for; `loaded` once its engine runs. `kind` and `note` are those of its ModelUse."""
 
     name: str
     path: Path
     size_bytes: int
     loaded: bool
     kind: ModelKind = "text"
+    note: str = ""
 
 
 @dataclass(slots=True)
@@ -115,7 +116,7 @@ class EnginePool:
         await asyncio.to_thread(self._hold_root)
         if self._only is None:
             return
-        if model_kind(self._only) == "text":
+        if self._use(self._only).kind in WRITERS:
             await self.get(self._only_name)
         else:
             await self.get_embedder(self._only_name)
@@ -159,9 +160,12 @@ class EnginePool:
         else:
             found = [(info.name, info.path, info.size_bytes) for info in self._scan()]
         return [
-            ServedModel(name, path, size, name in self._loaded or name in self._embedders, model_kind(path))
+            ServedModel(name, path, size, name in self._loaded or name in self._embedders, *self._use(path))
             for name, path, size in found
         ]
+
+    def _use(self, path: Path) -> ModelUse:
+        return model_use(path, self._adapter is not None)
 
     def _scan(self) -> list[ModelInfo]:
         """The models under the home folder; warns once of each folder there that cannot be read."""
@@ -187,8 +191,8 @@ class EnginePool:
         if name in self._embedders:
             return self._embedders[name]
         served = self._served(name)
-        if served.kind == "text":
-            able = ", ".join(model.name for model in self.models() if model.kind != "text") or "none"
+        if served.kind in WRITERS:
+            able = ", ".join(model.name for model in self.models() if model.kind not in WRITERS) or "none"
             message = f"model {name!r} writes text; models for embeddings and reranking here: {able}"
             raise BadRequest(message, param="model")
         if self._adapter is not None:
@@ -203,7 +207,7 @@ class EnginePool:
         if name in self._loaded:
             return self._loaded[name].engine
         served = self._served(name)
-        if served.kind != "text":
+        if served.kind not in WRITERS:
             use = "/v1/embeddings and /v1/rerank" if served.kind == "embedding" else "/v1/rerank"
             raise BadRequest(f"model {name!r} writes no text; it is for {use}", param="model")
         async with self._locks.setdefault(name, asyncio.Lock()):

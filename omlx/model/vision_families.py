@@ -239,4 +239,4 @@ FAMILIES: dict[str, type[VisionFamily]] = {
     "qwen2_5_vl": Qwen25Family,
     "qwen3_vl": Qwen3Family,
 }
-"""By the model type in config.json."""
+"""By the model type in config.json: those of `model_kind.VISION_TYPES`."""

@@ -1,13 +1,12 @@
 """Load a vision-language model: mlx-vlm's model, and its family's way with pictures.
 
-mlx-vlm is the extra `vision`. Without it a folder that holds such a model is served as a text model if
-mlx-lm can do that. Nothing in the folder is ever executed, and nothing is written into it.
+mlx-vlm is the extra `vision`. A vision model whose images omlx cannot handle (`model_kind.model_use`) is served as a
+text model if mlx-lm can do that. Nothing in the folder is ever executed, and nothing is written into it.
 """
 
 import logging
 from dataclasses import replace
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,18 +15,16 @@ import mlx.nn as nn
 from mlx_lm.utils import load_config
 
 from omlx.errors import ModelError
-from omlx.model.folder import read_config
 from omlx.model.foreign import refusing
 from omlx.model.json_file import read_object
 from omlx.model.loader import LoadedModel, as_float32, assembled, check_loadable, load
+from omlx.model.model_kind import model_use
 from omlx.model.vision_families import FAMILIES
 from omlx.model.vision_family import Files, VisionFamily
 from omlx.model.weights import WeightFile, only_these_weights
 
 log = logging.getLogger(__name__)
 
-INSTALL = "pip install 'omlx[vision]'"
-_VISION_TENSORS = (b"vision", b"visual")
 # mlx-vlm would change the file on disk for a moment to read these.
 _UNREADABLE = b'"F8_E8M0"'
 _EXTRA_END = "<end_of_utterance>"  # of Idefics3, whose config does not always name it
@@ -40,42 +37,27 @@ class VisionModel(NamedTuple):
     family: VisionFamily
 
 
-def takes_pictures(path: Path) -> bool:
-    """Whether a folder holds a vision-language model of a known family, and not only the text part of one.
-
-    Raises ModelError for a folder that cannot be read.
-    """
-    path = path.expanduser()
-    config = read_config(path)
-    if config["model_type"] not in FAMILIES or not isinstance(config.get("vision_config"), dict):
-        return False
-    return any(word in file.header for file in check_loadable(path) for word in _VISION_TENSORS)
-
-
 def load_any(path: Path, name: str, adapter: Path | None = None) -> VisionModel | LoadedModel:
-    """A model with its way with pictures, if it takes some; else like `loader.load`.
+    """A model with its way with pictures, if it is of kind "vision"; else like `loader.load`.
 
-    Without the extra, and with an adapter, it is loaded as a text model, if mlx-lm knows its type. Raises ModelError.
+    Logs one warning for a vision model that is served as a text model. Raises ModelError.
     """
-    if not takes_pictures(path):
-        return load(path, name, adapter)
-    if adapter is None and _extra_installed():
+    use = model_use(path.expanduser(), adapter is not None)
+    if use.kind == "vision":
         return load_vision(path, name)
-    lack = f"needs the extra vision ({INSTALL})" if adapter is None else "does not work with an adapter"
     try:
         model = load(path, name, adapter)
     except ModelError as error:
-        raise ModelError(f"{error}; that it takes images {lack}") from error
-    log.warning("model %s is served as a text model: that it takes images %s", name, lack)
+        if not use.note:
+            raise
+        raise ModelError(f"{error} (this is a vision model: {use.note})") from error
+    if use.note:
+        log.warning("vision model %s is served as a text model: %s", name, use.note)
     return model
 
 
-def _extra_installed() -> bool:
-    return find_spec("mlx_vlm") is not None
-
-
 def load_vision(path: Path, name: str | None = None) -> VisionModel:
-    """Load a folder that `takes_pictures`. On the CPU device all weights become float32, as in `loader.load`.
+    """Load a folder of kind "vision". On the CPU device all weights become float32, as in `loader.load`.
 
     Raises ModelError, in one line, for a folder that cannot be used.
     """

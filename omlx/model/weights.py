@@ -102,17 +102,8 @@ def _named_files(path: Path, places: dict[str, str]) -> list[Path]:
 
 def read_weight_file(path: Path) -> WeightFile:
     """The header of a safetensors file. Raises ModelError unless it describes all bytes of the file, each once."""
-    try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if not 2 <= length <= size:
-                raise ModelError(f"{path}: not a safetensors file, or truncated")
-            if length > _MOST_HEADER:
-                raise ModelError(f"{path}: a header of more than {_MOST_HEADER >> 20} MiB")
-            header = file.read(length)
-    except OSError as error:
-        raise ModelError(f"{path}: {error.strerror or error}") from error
+    header = read_header(path)
+    size, length = os.path.getsize(path), len(header)
     if header.count(b'"data_offsets"') > MOST_TENSORS:
         raise ModelError(f"{path}: more than {MOST_TENSORS:,} tensors")
     content = parse_json(header, f"{path}: damaged safetensors file", _VALUES_PER_TENSOR * MOST_TENSORS)
@@ -125,6 +116,21 @@ def read_weight_file(path: Path) -> WeightFile:
         raise ModelError(f"{path}: {size} bytes instead of {8 + length + end} (an unfinished download?)")
     spans = tuple((8 + length + start, 8 + length + stop) for start, stop, _ in tensors)
     return WeightFile(path, size, header, tuple(name for _, _, name in tensors), spans)
+
+
+def read_header(path: Path) -> bytes:
+    """The header of a safetensors file as it is stored, unchecked. Raises ModelError for a file that has none."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if not 2 <= length <= size - 8:
+                raise ModelError(f"{path}: not a safetensors file, or truncated")
+            if length > _MOST_HEADER:
+                raise ModelError(f"{path}: a header of more than {_MOST_HEADER >> 20} MiB")
+            return file.read(length)
+    except OSError as error:
+        raise ModelError(f"{path}: {error.strerror or error}") from error
 
 
 def _spans(path: Path, content: Any) -> list[tuple[int, int, str]]:

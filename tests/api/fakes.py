@@ -118,6 +118,7 @@ class FakeModel:
     path: Path
     loaded: bool
     kind: str = "text"
+    note: str = ""
 
 
 class FakePool:

@@ -3,11 +3,13 @@
 import base64
 import contextlib
 import io
+import json
 import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from omlx.engine.pool import EnginePool
@@ -122,3 +124,19 @@ async def test_the_probe_says_what_is_stored_of_a_prompt_with_pictures(tmp_path:
         assert len(story) // 64 * 64 <= parted["cached_tokens"] <= parted["images"][1]["token"]
         assert [image["features"] for image in found["images"]] == ["ram", "ram"]
         assert [image["features"] for image in parted["images"]] == ["ram", None]
+
+
+async def test_the_list_of_models_says_which_see_and_why_others_do_not(tmp_path: Path) -> None:
+    blind = make_tiny_model(tmp_path / "models" / "blind")
+    config = json.loads((blind / "config.json").read_text())
+    (blind / "config.json").write_text(json.dumps(config | {"model_type": "mistral3", "image_token_index": 10}))
+    make_tiny_model(tmp_path / "models" / "text")
+    shutil.copytree(folder("idefics3"), tmp_path / "models" / "seeing")
+    async with serving(tmp_path) as server:
+        transport = httpx.ASGITransport(server._app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+            listed = {model["id"]: model for model in (await client.get("/v1/models")).json()["data"]}
+            seeing = (await client.get("/v1/models/seeing")).json()
+    kinds = {name: (model["kind"], "note" in model) for name, model in listed.items()}
+    assert kinds == {"blind": ("text", True), "seeing": ("vision", False), "text": ("text", False)}
+    assert "not for mistral3" in listed["blind"]["note"] and seeing["kind"] == "vision"

@@ -20,7 +20,9 @@ from safetensors.numpy import save_file
 
 from omlx.errors import ModelError
 from omlx.model.loader import LoadedModel
-from omlx.model.vlm_loader import VisionModel, load_any, load_vision, takes_pictures
+from omlx.model.model_kind import VISION_TYPES, model_kind, model_use
+from omlx.model.vision_families import FAMILIES as FAMILY_CLASSES
+from omlx.model.vlm_loader import VisionModel, load_any, load_vision
 from omlx.model.vlm_runner import VLMRunner
 from omlx.testing import make_tiny_model, make_tiny_vlm
 from tests.dict_store import DictStore
@@ -46,7 +48,7 @@ def test_a_folder_is_loaded_and_left_as_it_is(family: str, copy: Callable[[str],
     path = copy(family)
     before = contents(path)
     model = load_any(path, "m")
-    assert isinstance(model, VisionModel) and takes_pictures(path)
+    assert isinstance(model, VisionModel) and model_kind(path) == "vision"
     assert model.loaded.name == "m" and model.loaded.dtype == "float32" and model.loaded.context_length == 4096
     assert model.loaded.eos_token_ids == {257}
     assert contents(path) == before
@@ -60,12 +62,12 @@ def test_the_same_arguments_make_the_same_model(tmp_path: Path) -> None:
 def test_text_models_and_text_parts_of_vision_models_take_no_pictures(
     tmp_path: Path, copy: Callable[[str], Path]
 ) -> None:
-    assert not takes_pictures(make_tiny_model(tmp_path / "text"))
+    assert model_use(make_tiny_model(tmp_path / "text")) == ("text", "")
     path = copy("gemma3")
     weights = {name: array for name, array in mx.load(str(path / "model.safetensors")).items() if "vision" not in name}
     weights = {name: array for name, array in weights.items() if not name.startswith("multi_modal")}
     mx.save_safetensors(str(path / "model.safetensors"), weights)
-    assert not takes_pictures(path)
+    assert model_use(path) == ("text", "its weight files hold only the language part")
     assert isinstance(load_any(path, "m"), LoadedModel)
 
 
@@ -75,7 +77,7 @@ def test_text_models_and_text_parts_of_vision_models_take_no_pictures(
 @pytest.fixture
 def no_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
-    monkeypatch.setattr("omlx.model.vlm_loader.find_spec", lambda name: None if name == "mlx_vlm" else find(name))
+    monkeypatch.setattr("omlx.model.model_kind.find_spec", lambda name: None if name == "mlx_vlm" else find(name))
 
 
 @pytest.mark.usefixtures("no_extra")
@@ -84,24 +86,73 @@ def test_without_the_extra_a_model_that_mlx_lm_knows_is_served_as_text(caplog: p
         model = load_any(folder("gemma3"), "m")
     assert isinstance(model, LoadedModel)
     assert [record.getMessage() for record in caplog.records] == [
-        "model m is served as a text model: that it takes images needs the extra vision (pip install 'omlx[vision]')"
+        "vision model m is served as a text model: images need the extra vision (pip install 'omlx[vision]')"
     ]
 
 
 @pytest.mark.usefixtures("no_extra")
 def test_without_the_extra_other_models_are_refused(caplog: pytest.LogCaptureFixture) -> None:
-    with pytest.raises(ModelError, match=r"idefics3 not supported.*needs the extra vision \(pip install 'omlx\[vis"):
+    with pytest.raises(ModelError, match=r"idefics3 not supported.*images need the extra vision \(pip inst"):
         load_any(folder("idefics3"), "m")
 
 
 def test_with_an_adapter_a_vision_model_is_a_text_model(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="no such adapter folder; that it takes images does not work with an adapter"):
+    with pytest.raises(ModelError, match=r"no such adapter folder \(this is a vision model: images do not work with"):
         load_any(folder("gemma3"), "m", tmp_path / "none")
 
 
 def test_the_extra_is_not_imported_before_it_is_needed() -> None:
     code = "import sys, omlx.server, omlx.engine.pool; sys.exit('mlx_vlm' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+# ---- vision models of other families
+
+
+def test_the_types_that_are_named_are_those_of_the_families() -> None:
+    assert sorted(VISION_TYPES) == sorted(FAMILY_CLASSES)
+
+
+SIGNS: dict[str, tuple[dict[str, object], dict[str, object] | None]] = {
+    "mistral3": ({"vision_config": {"hidden_size": 8}}, None),
+    "kimi_vl": ({"image_token_index": 7}, None),
+    "qwen3_5": ({"image_token_id": 0}, None),
+    "llava_bunny": ({"mm_vision_tower": "google/siglip"}, None),
+    "gemma4": ({}, {"image_processor_type": "Gemma4ImageProcessor"}),
+    "pixtral": ({"vision_config": None}, {"image_mean": [0.5, 0.5, 0.5]}),
+}
+
+
+@pytest.mark.parametrize("model_type", SIGNS)
+def test_a_vision_model_of_another_family_is_text_with_a_note(model_type: str, tmp_path: Path) -> None:
+    path = make_tiny_model(tmp_path / "m")
+    config, preprocessor = SIGNS[model_type]
+    change(path / "config.json", model_type=model_type, **config)
+    if preprocessor is not None:
+        (path / "preprocessor_config.json").write_text(json.dumps(preprocessor))
+    kind, note = model_use(path)
+    assert kind == "text"
+    assert f"gemma3, idefics3, llava, qwen2_5_vl, qwen2_vl, qwen3_vl, smolvlm, not for {model_type}" in note
+
+
+@pytest.mark.parametrize("config", [{}, {"vision_config": None}, {"vision_config": {}}, {"image_token": ""}])
+def test_a_text_model_has_no_note(config: dict[str, object], tmp_path: Path) -> None:
+    path = make_tiny_model(tmp_path / "m")
+    change(path / "config.json", **config)
+    (path / "preprocessor_config.json").write_text('{"feature_extractor_type": "WhisperFeatureExtractor"}')
+    assert model_use(path) == ("text", "")
+
+
+def test_a_vision_model_that_is_served_as_text_is_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = make_tiny_model(tmp_path / "m")
+    change(path / "config.json", vision_config={"hidden_size": 8})
+    with caplog.at_level(logging.WARNING, logger="omlx"):
+        assert isinstance(load_any(path, "m"), LoadedModel)
+    (record,) = caplog.records
+    assert record.getMessage().startswith("vision model m is served as a text model: images are supported for")
+    change(path / "config.json", model_type="paligemma")
+    with pytest.raises(ModelError, match=r"paligemma not supported.*this is a vision model: images are"):
+        load_any(path, "m")
 
 
 # ---- folders that cannot be used
