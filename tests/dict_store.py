@@ -52,7 +52,7 @@ class DictStore(CacheManager):
     def tier_of(self, block_hash: bytes) -> Literal["ram", "writing", "ssd"] | None:
         return "ram" if block_hash in self.blocks else None
 
-    def children(self, parent: bytes) -> list[BlockMeta]:
+    def children(self, parent: bytes, like: bytes | None = None) -> list[BlockMeta]:
         return [meta for meta, _ in self.blocks.values() if meta.parent == parent]
 
     def touch(self, hashes: Sequence[bytes]) -> None:

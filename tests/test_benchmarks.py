@@ -62,3 +62,12 @@ def test_questions_about_pictures_are_measured(monkeypatch, tmp_path):
     calls = {row[0]: row[3] for row in table["rows"]}
     assert calls.pop("first about a picture") == "1" and set(calls.values()) == {"0"} and len(calls) == 4
     assert {row[4] for row in table["rows"][1:]} == {"1"}
+
+
+def test_matches_among_many_siblings_are_measured(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    siblings = importlib.import_module("siblings")
+    monkeypatch.setattr(sys, "argv", ["siblings.py", "--quick", "--results", str(tmp_path)])
+    asyncio.run(siblings.main(siblings.options(), tmp_path))
+    tables = json.loads((tmp_path / "siblings-quick.json").read_text())["tables"]
+    assert len(tables) == 2 and all(target["value"] > 0 for table in tables for target in table["targets"])

@@ -132,10 +132,12 @@ class CacheManager(ABC):
         """What is known of a block. Its `tokens` may be None: they are on disk, and `tokens` reads them."""
 
     @abstractmethod
-    def children(self, parent: bytes) -> list[BlockMeta]:
+    def children(self, parent: bytes, like: bytes | None = None) -> list[BlockMeta]:
         """The known blocks that were saved with this parent, in any tier, with their tokens.
 
-        May read the heads of files. Of very many, the latest.
+        May read the heads of files. Of many, those that share the longest prefixes with the packed tokens `like`
+        and those that are a prefix of them, so that the time does not grow with their number; without `like` the
+        latest of those in files.
         """
 
     @abstractmethod

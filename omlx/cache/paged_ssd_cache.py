@@ -357,19 +357,14 @@ class PagedSSDCacheManager(CacheManager):
         entry = self._disk.blocks.entry((self._folder, block_hash))
         return self._disk.tokens(entry) if entry else None
 
-    def children(self, parent: bytes) -> list[BlockMeta]:
+    def children(self, parent: bytes, like: bytes | None = None) -> list[BlockMeta]:
         self._expire_ram()
-        return self._with_those_in_ram(parent, self._disk.children(self._folder, parent) if self._disk else [])
+        on_disk = self._disk.children(self._folder, parent, like) if self._disk else []
+        return _merged(self._hot.children(parent, like), on_disk)
 
     def all_children(self, parent: bytes) -> list[BlockMeta]:
         on_disk = self._disk.all_children(self._folder, parent) if self._disk else []
-        return self._with_those_in_ram(parent, on_disk)
-
-    def _with_those_in_ram(self, parent: bytes, on_disk: list[BlockMeta]) -> list[BlockMeta]:
-        found = {meta.block_hash: meta for meta in self._hot.children(parent)}
-        for meta in on_disk:
-            found.setdefault(meta.block_hash, meta)
-        return list(found.values())
+        return _merged(self._hot.children(parent), on_disk)
 
     def metas(self) -> list[BlockMeta]:
         found = {meta.block_hash: meta for meta in self._hot.metas()}
@@ -546,6 +541,13 @@ class PagedSSDCacheIndex:
 
 def _real(path: Path | str) -> Path:
     return Path(os.path.realpath(Path(path).expanduser()))
+
+
+def _merged(in_ram: list[BlockMeta], on_disk: list[BlockMeta]) -> list[BlockMeta]:
+    found = {meta.block_hash: meta for meta in in_ram}
+    for meta in on_disk:
+        found.setdefault(meta.block_hash, meta)
+    return list(found.values())
 
 
 def _read_file(path: Path, meta: BlockMeta, target: ReadTarget) -> Literal["ssd"]:

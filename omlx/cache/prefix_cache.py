@@ -483,7 +483,7 @@ class BlockAwarePrefixCache:
     def _drop_covered(self, run: "_Run", name: bytes, tokens: bytes) -> None:
         """Deletes tails that the block contains: same tokens, and every place to resume them."""
         new = self._store.get_meta(name)
-        for old in self._store.children(new.parent) if new else ():
+        for old in self._store.children(new.parent, tokens) if new else ():
             shorter = new is not None and old.token_count < new.token_count and tokens.startswith(old.tokens or b"")
             if new and shorter and self._covers(new, old):
                 for gone in (old.block_hash, *companion_names(self._who.layout, old.block_hash)):

@@ -197,7 +197,7 @@ class PrefixSearch:
         start = len(walk.hashes) * self._block_size
         wanted = slice_tokens(walk.sought.packed, start, walk.sought.limit)
         found: dict[tuple[bytes, int], MatchedBlock] = {}
-        for meta in self._store.children(walk.parent):
+        for meta in self._store.children(walk.parent, wanted):
             if meta.block_hash not in walk.avoid and self.usable(meta):
                 shared = sure_tokens(wanted, common_tokens(meta.tokens or b"", wanted))
                 takes = self._valid_ends(meta, shared, start + shared == walk.sought.limit, walk.mode)

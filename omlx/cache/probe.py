@@ -77,7 +77,8 @@ class MatchEnd:
 
     def first_miss(self) -> FirstMiss:
         """Where and why, as far as it can be known: what was given up is remembered in memory, and not for ever."""
-        near = self._nearest(_Near(self._shared(meta), meta) for meta in self.store.children(self.parent))
+        children = self.store.children(self.parent, self.wanted)
+        near = self._nearest(_Near(self._shared(meta), meta) for meta in children)
         gone = self._nearest(
             _Near(self._shared_with_gone(gone.meta), gone.meta, gone.reason)
             for gone in self.store.gone_after(self.parent)

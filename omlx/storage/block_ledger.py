@@ -14,12 +14,12 @@ from omlx.storage.block_table import BlockTable, Change, Entry, Packed, Pending,
 from omlx.storage.bookkeeping import Gone, GoneBlocks, Key, Pins
 from omlx.storage.eviction import EvictionOrder
 from omlx.storage.folder import block_path
+from omlx.storage.siblings import FEW, FamilyIndex
 from omlx.storage.snapshot import snapshot_bytes
 from omlx.storage.tensor_file import BlockBuffer, BlockMeta
 from omlx.storage.write_queue import WriteQueue
 
 RESERVE_BYTES, RESERVE_SHARE = 2 << 30, 0.05  # free space that is left on the disk: whichever is less
-_MOST_CHILDREN = 256  # branches of one block that are looked at
 _COMMIT_WITHIN_S = 1.0  # how long only memory may know of a change in the order of use
 
 PutResult = Literal["queued", "waiting", "declined"]
@@ -47,6 +47,14 @@ class FolderFigures(NamedTuple):
     last_used_ns: int
 
 
+class SimilarBlocks(NamedTuple):
+    """Children of a block, by `BlockLedger.similar_children`. `unread`: nobody has read the tokens of all of them yet,
+    and nobody else was asked to."""
+
+    entries: list[Entry]
+    unread: bool
+
+
 class _Waiting(NamedTuple):
     """A block whose write found no room, or failed; queued later if it is in RAM still."""
 
@@ -72,6 +80,7 @@ class BlockLedger:
         self._table = BlockTable()
         self._pins = Pins()
         self._gone = GoneBlocks()
+        self._families = FamilyIndex()
         self._waiting: dict[Key, _Waiting] = {}
         self._doomed: set[Path] = set()  # files whose removal is queued
         self._failing = False  # whether a write failed and none was done since
@@ -110,10 +119,47 @@ class BlockLedger:
             entries = self._table.entries()
             return [e.meta for e in entries if e.folder == folder and not e.stale and e.identified]
 
-    def children(self, folder: str, parent: bytes, most: int = _MOST_CHILDREN) -> list[Entry]:
-        """Blocks that follow a block, the last one added first; the latest 256 if there are more."""
+    def children(self, folder: str, parent: bytes, most: int) -> list[Entry]:
+        """Blocks that follow a block, the last one added first; at most so many, the latest."""
         with self._lock:
             return self._table.children((folder, parent), most)
+
+    def similar_children(self, folder: str, parent: bytes, tokens: bytes) -> SimilarBlocks:
+        """Of the children of a block that has many, those with tokens similar to `tokens` (see `Siblings.similar`).
+
+        As long as the tokens of some are not known, also the latest ones.
+        """
+        key = folder, parent
+        with self._lock:
+            opened = self._families.open(key)
+            similar, complete = self._families.similar(key, tokens)
+            found: dict[bytes, Entry] = {}
+            for known, name in similar:
+                entry = self._table.get((folder, name))
+                if entry is None:
+                    self._families.remove(key, name)
+                else:
+                    entry.meta = entry.meta._replace(tokens=known)
+                    found[name] = entry
+            for entry in [] if complete else self._table.children(key, FEW):
+                found.setdefault(entry.meta.block_hash, entry)
+            return SimilarBlocks(list(found.values()), opened)
+
+    def child_names(self, folder: str, parent: bytes) -> list[bytes]:
+        """The hashes of all blocks that follow a block."""
+        with self._lock:
+            return self._table.child_names((folder, parent))
+
+    def learn_tokens(self, entry: Entry, tokens: bytes) -> bool:
+        """Takes in the tokens of a block with many siblings. False if there is no room for more of them."""
+        with self._lock:
+            parent = entry.folder, entry.meta.parent
+            return not self._table.holds(entry) or self._families.add(parent, tokens, entry.meta.block_hash)
+
+    def learned_all(self, folder: str, parent: bytes) -> None:
+        """The tokens of all children of a block have been learned."""
+        with self._lock:
+            self._families.completed((folder, parent))
 
     def state(self, key: Key) -> Literal["writing", "ssd"] | None:
         entry = self.entry(key)
@@ -209,6 +255,7 @@ class BlockLedger:
             return "declined"
         entry = Entry(key[0], meta, self._table.stamp(), pending=Pending(block, write, meta.tokens))
         self._table.add(entry)
+        self._families.add((key[0], meta.parent), meta.tokens, meta.block_hash)
         self._queue.append(("write", entry), meta.file_size)
         return "queued"
 
@@ -312,6 +359,9 @@ class BlockLedger:
         waited = self._waiting.pop(key, None) is not None
         if not self._table.known(key):
             return waited
+        meta = self._table.meta(key)
+        if meta is not None:
+            self._families.remove((key[0], meta.parent), key[1])
         self._table.remove(key)
         self._stuck.pop(key, None)
         path = block_path(self._root, key)
@@ -377,6 +427,10 @@ class BlockLedger:
         """Declines new blocks from now on."""
         with self._lock:
             self._closed = True
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
 
     # ---- what the writer thread found
 
@@ -454,6 +508,7 @@ class BlockLedger:
                 self._delete(entry.key)
             else:
                 self._table.add(result)
+                self._families.add((result.folder, result.meta.parent), result.meta.tokens, result.meta.block_hash)
             return True
 
     def see(self, key: Key) -> bool:
@@ -478,6 +533,7 @@ class BlockLedger:
         with self._lock:
             self._table.sort()
             self._eviction.refresh()
+            self._families.clear()
             self._make_room(0)
 
     def load(self, packed: Packed, index_bytes: int) -> None:
@@ -487,6 +543,7 @@ class BlockLedger:
             self._stuck.clear()  # it may be another folder; what still cannot be removed comes back
             self._table.load(packed)
             self._eviction.refresh()
+            self._families.clear()
 
     def set_space(self, disk_bytes: int, free_bytes: int) -> float:
         """How large the disk is and what is free on it; meets the limit that follows from it.

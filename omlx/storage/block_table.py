@@ -242,6 +242,17 @@ class BlockTable:
                     break
         return found
 
+    def child_names(self, parent: Key) -> list[bytes]:
+        """The hashes of all blocks that follow a block and may be read; fast for very many."""
+        a, name = self._records.arrays, np.frombuffer(parent[1], np.uint8)
+        slots = self._by_parent.all(short_key(parent[1]))
+        slots = slots[(self._serials[slots] > 0) & (a["folder"][slots] == self._folders.find(parent[0]))]
+        slots = slots[(a["stale"][slots] == _OK) & (a["parent_length"][slots] == len(name))]
+        slots = slots[(a["parent"].reshape(-1, NAME_BYTES)[slots, : len(name)] == name).all(1)]
+        names = a["hash"].reshape(-1, NAME_BYTES)[slots].tobytes()
+        lengths = a["hash_length"][slots].tolist()
+        return [names[at : at + length] for at, length in zip(range(0, len(names), NAME_BYTES), lengths, strict=True)]
+
     def stale(self) -> Slots:
         """Files that are never read, the oldest first."""
         slots = self._slots()

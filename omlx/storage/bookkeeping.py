@@ -37,6 +37,10 @@ class ChildMap:
         known = self._children.get(parent)
         return iter(()) if known is None else iter((known,) if isinstance(known, bytes) else known)
 
+    def count(self, parent: Key) -> int:
+        known = self._children.get(parent)
+        return len(known) if isinstance(known, dict) else int(known is not None)
+
     def pairs(self) -> set[tuple[Key, bytes]]:
         return {(parent, child) for parent in self._children for child in self.of(parent)}
 

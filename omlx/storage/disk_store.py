@@ -15,6 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -34,6 +35,7 @@ from omlx.storage.folder import (
     remove,
 )
 from omlx.storage.recovery import Recovery, compare, stale_entry
+from omlx.storage.siblings import FEW
 from omlx.storage.tensor_file import BlockMeta, DamagedBlock, WholeBlock, read_meta
 from omlx.storage.troubles import Troubles
 from omlx.storage.write_queue import Task, WriteQueue
@@ -43,6 +45,7 @@ T = TypeVar("T")
 
 DEFAULT_QUEUE_BYTES = 256 << 20
 
+_LEARN_AT_ONCE = 128  # heads of files that are read between two other tasks of the writer thread
 _COMMIT_ROWS = 64  # small transactions keep SQLite's journal small
 _HEADS_S = 0.25  # for heads of files whose tokens are looked for at once
 _OPEN_WAIT_S = 2.0  # a start waits this long for the index to be complete, then goes on without
@@ -127,12 +130,35 @@ class DiskStore:
                 # It was evicted or written again meanwhile: look once more.
         return None
 
-    def children(self, folder: str, parent: bytes) -> list[BlockMeta]:
-        """The blocks that follow a block, the last one added first, with their tokens; may read heads of files.
+    def children(self, folder: str, parent: bytes, like: bytes | None = None) -> list[BlockMeta]:
+        """The blocks that follow a block, with their tokens; may read heads of files.
 
-        Of very many the latest, and on a slow disk as many as can be read in a quarter of a second or were before.
+        Of more than 64 those whose tokens are similar to `like`, or the latest without it; also the latest while
+        the tokens of all of them are being read for the first time, by the writer thread. On a slow disk as many as
+        can be read in a quarter of a second or were before.
         """
-        return self._with_tokens(self.blocks.children(folder, parent), _HEADS_S)
+        entries = self.blocks.children(folder, parent, FEW + 1)
+        if len(entries) > FEW and like is not None:
+            entries, unread = self.blocks.similar_children(folder, parent, like)
+            if unread:
+                self._queue.append(("call", partial(self._learn, folder, parent)))
+        return self._with_tokens(entries, _HEADS_S)
+
+    def _learn(self, folder: str, parent: bytes, names: list[bytes] | None = None) -> None:
+        """Reads the tokens of all children of a block, a few at a time: `names` are left to do."""
+        names = self.blocks.child_names(folder, parent) if names is None else names
+        if self.blocks.closed:
+            return
+        for name in names[-_LEARN_AT_ONCE:]:
+            entry = self.blocks.entry((folder, name))
+            tokens = self._read_tokens(entry) if entry is not None else None
+            if entry is not None and tokens is not None and not self.blocks.learn_tokens(entry, tokens):
+                return
+        del names[-_LEARN_AT_ONCE:]
+        if names:
+            self._queue.append(("call", partial(self._learn, folder, parent, names)))
+        else:
+            self.blocks.learned_all(folder, parent)
 
     def all_children(self, folder: str, parent: bytes) -> list[BlockMeta]:
         """All of them, however long that takes."""
@@ -155,15 +181,18 @@ class DiskStore:
 
     def tokens(self, entry: Entry) -> bytes | None:
         """A block's token ids, from memory or the head of its file; None if that cannot be read."""
-        tokens = self._known_tokens(entry)
-        if tokens is None:
-            found = self.fetch(entry.key, lambda path, meta: _matching(read_meta(path), meta))
-            meta = found.meta if isinstance(found, WholeBlock) else found
-            if meta is None or meta.tokens is None:
-                return None
-            tokens = meta.tokens
-        self._tokens.put(entry.serial, tokens)
+        tokens = self._read_tokens(entry)
+        if tokens is not None:
+            self._tokens.put(entry.serial, tokens)
         return tokens
+
+    def _read_tokens(self, entry: Entry) -> bytes | None:
+        known = self._known_tokens(entry)
+        if known is not None:
+            return known
+        found = self.fetch(entry.key, lambda path, meta: _matching(read_meta(path), meta))
+        meta = found.meta if isinstance(found, WholeBlock) else found
+        return None if meta is None else meta.tokens
 
     def _read_failed(self, entry: Entry, error: DamagedBlock | OSError) -> None:
         if (isinstance(error, OSError) and error.errno in _PASSING) or not self._connected():

@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from omlx.storage.bookkeeping import ChildMap, Gone, GoneBlocks, Key, Pins
+from omlx.storage.siblings import FEW, Siblings
 from omlx.storage.tensor_file import BlockBuffer, BlockMeta, WholeBlock
 
 Save = Callable[[BlockBuffer, BlockMeta], bool]
@@ -43,6 +44,8 @@ class HotTier:
         self._held: dict[Key, _Held] = {}
         self._groups: OrderedDict[Hashable, dict[Key, None]] = OrderedDict()
         self._children = ChildMap()
+        self._siblings: dict[Key, Siblings] = {}  # of the parents that have many children
+        self._needed: Counter[Key] = Counter()  # children put with `keep_parent`, by parent
         self._pins = Pins()
         self._gone = GoneBlocks()
         self._blocks: Counter[str] = Counter()
@@ -82,7 +85,7 @@ class HotTier:
                 self._drop(key)
             self._held[key] = held = _Held(block, meta, group, keep_parent, save, time.time_ns())
             self._groups.setdefault(group, {})[key] = None
-            self._children.add((key[0], meta.parent), key[1])
+            self._add_child(key, held)
             self._count(key, held, 1)
             self._last_used[key[0]] = held.used
             return True
@@ -112,9 +115,36 @@ class HotTier:
         with self._lock:
             return [held.meta for key, held in self._held.items() if key[0] == name]
 
-    def children(self, name: str, parent: bytes) -> list[BlockMeta]:
+    def children(self, name: str, parent: bytes, like: bytes | None = None) -> list[BlockMeta]:
+        """The blocks that follow a block. `like`: of many, those with similar tokens (see `Siblings.similar`)."""
         with self._lock:
+            siblings = self._siblings.get((name, parent)) if like is not None else None
+            if siblings is not None and like is not None:
+                return [self._held[name, child].meta for _, child in siblings.similar(like)]
             return [self._held[name, child].meta for child in self._children.of((name, parent))]
+
+    def _add_child(self, key: Key, held: _Held) -> None:
+        parent = key[0], held.meta.parent
+        self._children.add(parent, key[1])
+        if held.keep_parent:
+            self._needed[parent] += 1
+        if parent in self._siblings:
+            self._siblings[parent].add(held.meta.tokens or b"", key[1])
+        elif self._children.count(parent) > FEW:
+            children = ((self._held[key[0], child].meta.tokens or b"", child) for child in self._children.of(parent))
+            self._siblings[parent] = Siblings(children)
+
+    def _remove_child(self, key: Key, held: _Held) -> None:
+        parent = key[0], held.meta.parent
+        self._children.remove(parent, key[1])
+        if held.keep_parent:
+            self._needed[parent] -= 1
+            if not self._needed[parent]:
+                del self._needed[parent]
+        if parent in self._siblings:
+            self._siblings[parent].remove(held.meta.tokens or b"", key[1])
+            if len(self._siblings[parent]) <= FEW // 2:  # far below FEW: one block more or less must not rebuild it
+                del self._siblings[parent]
 
     def remove(self, key: Key) -> bool:
         with self._lock:
@@ -238,6 +268,11 @@ class HotTier:
                 found.append(f"RAM holds {total} bytes, counts {self.bytes}, may hold {self.max_bytes}")
             if {key for group in self._groups.values() for key in group} != self._held.keys():
                 found.append("the groups in RAM list other blocks than there are")
+            needed = Counter((key[0], held.meta.parent) for key, held in self._held.items() if held.keep_parent)
+            if needed != self._needed:
+                found.append("RAM counts other blocks that need their parent than there are")
+            if any(len(siblings) != self._children.count(parent) for parent, siblings in self._siblings.items()):
+                found.append("the sorted siblings in RAM are not a parent's children")
             return found
 
     def _victims(
@@ -254,6 +289,7 @@ class HotTier:
         None if there are not enough (and it must be all).
         """
         chosen: dict[Key, None] = {}
+        released: Counter[Key] = Counter()  # by parent, the chosen children that needed it
         in_use: dict[Hashable, None] = {}
         for may_leave in tests:
             for key in self._in_order(name) if need > 0 else ():
@@ -261,9 +297,10 @@ class HotTier:
                 if key in self._pins:
                     in_use[held.group] = None
                     continue
-                if key in chosen or key in keep or not self._free(key, chosen) or not may_leave(held):
+                if key in chosen or key in keep or self._needed[key] > released[key] or not may_leave(held):
                     continue
                 chosen[key] = None
+                released[key[0], held.meta.parent] += held.keep_parent
                 need -= held.block.nbytes
                 if need <= 0:
                     break
@@ -283,11 +320,6 @@ class HotTier:
         for group in self._groups.values():
             yield from (key for key in reversed(group) if name is None or key[0] == name)
 
-    def _free(self, key: Key, chosen: dict[Key, None]) -> bool:
-        """Whether nothing that stays needs the block."""
-        children = ((key[0], child) for child in self._children.of(key))
-        return all(child in chosen or not self._held[child].keep_parent for child in children)
-
     def _evict(self, victims: list[Key]) -> None:
         for key in victims:
             self._evictions[key[0]] += 1
@@ -296,7 +328,7 @@ class HotTier:
 
     def _drop(self, key: Key) -> bool:
         held = self._held.pop(key)
-        self._children.remove((key[0], held.meta.parent), key[1])
+        self._remove_child(key, held)
         self._leave_group(key, held)
         self._count(key, held, -1)
         return True
@@ -374,8 +406,8 @@ class HotCache:
         """Oldest first."""
         return self.tier.metas(self.name)
 
-    def children(self, parent: bytes) -> list[BlockMeta]:
-        return self.tier.children(self.name, parent)
+    def children(self, parent: bytes, like: bytes | None = None) -> list[BlockMeta]:
+        return self.tier.children(self.name, parent, like)
 
     def gone_after(self, parent: bytes) -> list[Gone]:
         """The blocks with this parent that were evicted of late."""

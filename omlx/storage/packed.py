@@ -163,6 +163,10 @@ class Chains:
             which = which[slots[which] > 0]
         return slots
 
+    def all(self, key: int) -> Array:
+        """All slots that were added with this key, removed ones included, in no particular order."""
+        return np.flatnonzero(self._keys_array == key)
+
     def slots(self, key: int) -> Iterator[int]:
         """All slots with this key, the last one added first."""
         slot = self.first(key)

@@ -122,8 +122,8 @@ class FaultyStore(CacheManager):
     def get_meta(self, block_hash: bytes) -> BlockMeta | None:
         return self.store.get_meta(block_hash)
 
-    def children(self, parent: bytes) -> list[BlockMeta]:
-        return self.store.children(parent)
+    def children(self, parent: bytes, like: bytes | None = None) -> list[BlockMeta]:
+        return self.store.children(parent, like)
 
     def touch(self, hashes: Sequence[bytes]) -> None:
         self.store.touch(hashes)
