@@ -22,7 +22,7 @@ from omlx.access.body_budget import BodyBudget
 from omlx.access.checks import AdminCheck, KeyCheck, PageCheck, api_key_of
 from omlx.access.cross_origin import CrossOrigin
 from omlx.access.keys import KeyRing
-from omlx.access.limits import KEEP_ALIVE_S, MAX_HEAD_BYTES, HeadLimit, PatientProtocol, read_json
+from omlx.access.limits import KEEP_ALIVE_S, MAX_HEAD_BYTES, HeadLimit, PatientProtocol, read_body
 from omlx.admin import routes as admin
 from omlx.api import anthropic, embeddings, openai, sse, tokens
 from omlx.api.answering import answer_events, collect
@@ -88,9 +88,9 @@ def create_app(pool: admin.AdminPool, settings: Settings) -> FastAPI:
     _add_routes(app, pool, source)
     _add_anthropic_routes(app, pool, source)
     _add_responses(app, pool, source)
-    app.include_router(embeddings.router(pool, read_json, lambda http: api_key_of(http).name))
-    app.include_router(tokens.router(pool, read_json, source))
-    app.include_router(admin.router(pool, settings, read_json, source, keys, app.state.responses))
+    app.include_router(embeddings.router(pool, read_body, lambda http: api_key_of(http).name))
+    app.include_router(tokens.router(pool, read_body, source))
+    app.include_router(admin.router(pool, settings, read_body, source, keys, app.state.responses))
     _add_error_handlers(app)
     _add_checks(app, settings, keys)
     return app
@@ -134,7 +134,7 @@ def _endpoint(pool: EnginePool, parse: Parse, source: Source) -> Callable[[Reque
 
 def _add_anthropic_routes(app: FastAPI, pool: EnginePool, source: Source) -> None:
     async def count(http: Request) -> Response:
-        asked = anthropic.parse_count(await read_json(http)).asked_by(api_key_of(http))
+        asked = (await read_body(http, anthropic.parse_count)).asked_by(api_key_of(http))
         engine = await pool.get(asked.model)
         return JSONResponse(await anthropic.count_tokens(engine, await with_pictures(engine, asked, source)))
 
@@ -192,7 +192,7 @@ def _add_responses(app: FastAPI, pool: EnginePool, source: Source) -> None:
 
 async def answer(http: Request, pool: EnginePool, parse: Parse, source: Source) -> Response:
     """One request from body to answer, in any dialect."""
-    asked, dialect = parse(await read_json(http))
+    asked, dialect = await read_body(http, parse)
     asked = asked.asked_by(api_key_of(http))
     engine = await pool.get(asked.model)
     asked = await with_pictures(engine, asked, source)

@@ -6,19 +6,22 @@ since h11 lets a larger one pass that came in one piece. The body is bounded whe
 
 import asyncio
 import json
-import re
 import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
+from functools import partial
 from http import HTTPStatus
-from typing import Any
+from typing import Any, TypeVar
 
 import h11
 from fastapi import Request
-from pydantic_core import from_json
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from omlx.api.events import Fault
+from omlx.api.json_text import SMALL_BYTES, TooMuchJson, parse_json
 from omlx.api.refusal import error_body, refuse
 from omlx.errors import BadRequest
 from omlx.sizes import format_size
@@ -36,27 +39,39 @@ STALLED_S = 120.0
 # A connection without a request is kept so long for the next one.
 KEEP_ALIVE_S = 30
 
-# What may be a number that is read as infinity: with three digits in its exponent, or that long.
-_HUGE_NUMBER = re.compile(rb"[\[:,\s]-?(?:[0-9.]{309}|[0-9.]+[eE]\+?[0-9]{3})")
+T = TypeVar("T")
+
+# One thread, so that large bodies are parsed one after the other: two would need the memory of two at once, and each
+# would take the GIL from the event loop as often.
+_parser = ThreadPoolExecutor(1, thread_name_prefix="omlx-body")
 
 
-async def read_json(http: Request) -> dict[str, Any]:
-    """The body as a JSON object. Raises BadRequest; HTTPException 413 when it is too large, 408 when too slow."""
+async def read_body(http: Request, parse: Callable[[dict[str, Any]], T]) -> T:
+    """What `parse` makes of the body, a JSON object (see `api.json_text.ReadBody`).
+
+    Raises BadRequest; HTTPException 413 when it is too large, 408 when too slow.
+    """
     try:
         async with asyncio.timeout(BODY_S):
             body = await _read(http, http.app.state.max_request_size)
     except TimeoutError:
         raise HTTPException(408, f"the body did not come within {BODY_S:g} s") from None
+    if len(body) <= SMALL_BYTES:
+        return _parsed(body, parse)
+    work = partial(copy_context().run, _parsed, body, parse)
+    return await asyncio.get_running_loop().run_in_executor(_parser, work)
+
+
+def _parsed(body: bytearray, parse: Callable[[dict[str, Any]], T]) -> T:
     try:
-        # Refuses what is no UTF-8, NaN, half of a surrogate pair, deep nesting and endless digits.
-        parsed = from_json(body, allow_inf_nan=False)
-        if _HUGE_NUMBER.search(body):
-            json.dumps(parsed, allow_nan=False)  # 1e999 could not be written back as JSON
+        parsed = parse_json(body)
+    except TooMuchJson as error:
+        raise BadRequest(f"the body is too complex: {error}", code="body_too_complex") from None
     except ValueError as error:
         raise BadRequest(f"the body is not valid JSON: {error}") from None
     if not isinstance(parsed, dict):
         raise BadRequest("the body must be a JSON object")
-    return parsed
+    return parse(parsed)
 
 
 async def _read(http: Request, limit: int) -> bytearray:

@@ -4,8 +4,9 @@ Who may come here is decided before, by `access.checks.AdminCheck`.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
 from fastapi import APIRouter
@@ -16,7 +17,9 @@ from pydantic import BaseModel, Field
 from omlx import __version__
 from omlx.access.keys import ANYBODY, ApiKey, KeyRing
 from omlx.api import anthropic, openai
+from omlx.api.bounded import Deferred, Small
 from omlx.api.chat import ChatPrompt, ChatRequest, EnginePool, prompt_tokens
+from omlx.api.json_text import ReadBody
 from omlx.api.message_places import where_it_differs
 from omlx.api.openai_body import Body, TokenIds, validated
 from omlx.api.openapi import documented
@@ -33,7 +36,6 @@ if TYPE_CHECKING:  # they load MLX, which takes seconds: the server listens befo
     from omlx.cache.probe import PrefixProbe
     from omlx.storage.clearing import Cleared
 
-ReadJson = Callable[[HttpRequest], Awaitable[dict[str, Any]]]
 ModelName = Annotated[str, Field(min_length=1, max_length=500)]
 
 _NO_CACHE = {
@@ -67,28 +69,28 @@ class ProbeBody(Body):
 
     model: ModelName
     dialect: Literal["openai", "anthropic", "responses"] | None = None
-    messages: Any = None
-    prompt: Any = None
+    messages: Deferred = None
+    prompt: Deferred = None
     tokens: Annotated[TokenIds, Field(min_length=1)] | None = None
-    chat_template_kwargs: Any = None
-    reasoning_effort: Any = None
-    tools: Any = None
-    cache_salt: Any = None
-    api_key_name: Any = None
+    chat_template_kwargs: Deferred = None
+    reasoning_effort: Deferred = None
+    tools: Deferred = None
+    cache_salt: Deferred = None
+    api_key_name: Small = None
 
 
 class ClearBody(Body):
     """POST /admin/cache/clear without a prompt: null stands for all models, and has to be written out."""
 
     model: ModelName | None
-    older_than: Any = None
+    older_than: Small = None
 
 
 class AnyClearBody(ProbeBody):
     """Both that /admin/cache/clear takes: all of a model's blocks (or of all), or a conversation."""
 
     model: ModelName | None  # type: ignore[assignment]
-    older_than: Any = None
+    older_than: Small = None
 
 
 class FiguresAnswer(BaseModel):
@@ -155,12 +157,12 @@ _PROMPTS = ("messages", "prompt", "tokens")
 def router(
     pool: AdminPool,
     settings: Settings,
-    read_json: ReadJson,
+    read_body: ReadBody,
     source: Source,
     keys: KeyRing,
     responses: ResponseStore,
 ) -> APIRouter:
-    """GET and POST /admin/cache_probe, POST /admin/cache/clear. `read_json` gives a request's body.
+    """GET and POST /admin/cache_probe, POST /admin/cache/clear. `read_body` gives what a request's body says.
 
     Images of prompts come from `source`, earlier turns from `responses`.
     """
@@ -168,9 +170,7 @@ def router(
     async def figures() -> Response:
         return JSONResponse({"version": __version__, **await pool.cache_figures(), "settings": _in_force(settings)})
 
-    async def prompt_of(body: dict[str, Any]) -> tuple[ChatRequest, Request]:
-        key = _key_named(body.get("api_key_name"), keys)
-        asked = _asked(body, responses, key).asked_by(key)
+    async def prompt_of(asked: ChatRequest) -> tuple[ChatRequest, Request]:
         engine = await pool.get(asked.model)
         asked = await with_pictures(engine, asked, source)
         tokens, vision = await asyncio.to_thread(prompt_tokens, engine, asked)
@@ -179,7 +179,7 @@ def router(
         return asked, Request("admin", tokens, asked.sampling, cache_salt=asked.cache_salt, vision=vision)
 
     async def probe(http: HttpRequest) -> Response:
-        asked, prompt = await prompt_of(await read_json(http))
+        asked, prompt = await prompt_of(await read_body(http, partial(_parse_probe, responses, keys)))
         found = await pool.cache_probe(
             asked.model, prompt.cache_tokens(prompt.prompt), prompt.cache_salt, prompt.images
         )
@@ -191,12 +191,11 @@ def router(
         return JSONResponse(shown | await _pictures(pool, asked.model, prompt))
 
     async def clear(http: HttpRequest) -> Response:
-        body = await read_json(http)
-        if _is_conversation(body):
-            asked, prompt = await prompt_of(_up_to_the_last_question(body))
+        fields = await read_body(http, partial(_parse_clear, responses, keys))
+        if isinstance(fields, ChatRequest):
+            asked, prompt = await prompt_of(fields)
             gone = await pool.forget_conversation(asked.model, prompt.cache_tokens(prompt.prompt), prompt.cache_salt)
             return JSONResponse(gone._asdict())
-        fields = validated(ClearBody, body)
         cleared = await pool.clear_cache(fields.model, _age(fields.older_than))
         if not cleared.blocks and not cleared.images and fields.model is not None:
             await _check_known(pool, fields.model)
@@ -217,6 +216,17 @@ def _in_force(settings: Settings) -> dict[str, Any]:
     """Every option with its value (sizes in bytes, secrets masked) and where it came from."""
     values, sources = settings.model_dump(mode="json"), settings.resolve_sources()
     return {option_name(name): {"value": values[name], "source": sources[name]} for name in option_fields()}
+
+
+def _parse_probe(responses: ResponseStore, keys: KeyRing, body: dict[str, Any]) -> ChatRequest:
+    key = _key_named(body.get("api_key_name"), keys)
+    return _asked(body, responses, key).asked_by(key)
+
+
+def _parse_clear(responses: ResponseStore, keys: KeyRing, body: dict[str, Any]) -> ChatRequest | ClearBody:
+    if _is_conversation(body):
+        return _parse_probe(responses, keys, _up_to_the_last_question(body))
+    return validated(ClearBody, body)
 
 
 def _is_conversation(body: dict[str, Any]) -> bool:

@@ -3,16 +3,12 @@
 Unknown fields are ignored. null is the same as absent. The blocks of messages are taken apart in `anthropic_prompt`.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from omlx.api.openai_body import MAX_STOPS, MAX_TOOLS, Body, NotSupported, StopText, ToolName
-
-# Anthropic's own limit.
-MAX_MESSAGES = 100_000
-
-Blocks = list[dict[str, Any]]
+from omlx.api.bounded import Parts, Schema, Settings, at_most
+from omlx.api.openai_body import MAX_MESSAGES, MAX_STOPS, MAX_TOOLS, Body, NotSupported, StopText, ToolName
 
 # Fields that ask for what there is not, and what they may hold all the same.
 NOT_SUPPORTED: NotSupported = {
@@ -23,7 +19,7 @@ NOT_SUPPORTED: NotSupported = {
 
 class Message(Body):
     role: Literal["user", "assistant", "system"]
-    content: str | Annotated[Blocks, Field(min_length=1)]
+    content: str | Annotated[Parts, Field(min_length=1)]
 
 
 class Tool(Body):
@@ -32,7 +28,7 @@ class Tool(Body):
     type: str | None = None
     name: ToolName | None = None
     description: str | None = None
-    input_schema: dict[str, Any] | None = None
+    input_schema: Schema | None = None
     strict: bool | None = None
 
 
@@ -49,7 +45,7 @@ class Thinking(Body):
 
 class Format(Body):
     type: Literal["json_schema"]
-    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    schema_: Annotated[Schema, Field(alias="schema")]
 
 
 class OutputConfig(Body):
@@ -61,20 +57,20 @@ class CountBody(Body):
     """What makes the prompt, and what of the rest is shared by both endpoints."""
 
     model: Annotated[str, Field(min_length=1, max_length=500)]
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
-    system: str | Blocks | None = None
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    messages: Annotated[list[Message], at_most(MAX_MESSAGES, least=1)]
+    system: str | Parts | None = None
+    tools: Annotated[list[Tool], at_most(MAX_TOOLS)] | None = None
     tool_choice: Choice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     output_format: Format | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: Settings | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=500)] | None = None
 
 
 class MessagesBody(CountBody):
     max_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)]
-    stop_sequences: Annotated[list[StopText], Field(max_length=MAX_STOPS)] | None = None
+    stop_sequences: Annotated[list[StopText], at_most(MAX_STOPS)] | None = None
     stream: bool | None = None
     temperature: Annotated[float, Field(ge=0, le=1)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None

@@ -9,9 +9,10 @@ import logging
 import math
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, Literal, Protocol
 
 import numpy as np
@@ -21,7 +22,9 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, Field
 from pydantic_core import to_json
 
-from omlx.api.openai_body import Body, Count, ListOfTokenIds, Texts, TokenIds, validated
+from omlx.api.bounded import at_most
+from omlx.api.json_text import ReadBody
+from omlx.api.openai_body import MAX_TEXTS, Body, Count, ListOfTokenIds, Texts, TokenIds, validated
 from omlx.api.openapi import documented
 from omlx.api.sse import until_disconnect
 from omlx.errors import BadRequest, OmlxError
@@ -29,12 +32,10 @@ from omlx.request import EncoderInput, Text
 
 logger = logging.getLogger("omlx.request")
 
-MOST_INPUTS = 2048
 MOST_CHARACTERS = 1_000_000
 
 ModelName = Annotated[str, Field(min_length=1, max_length=500)]
 Vectors = NDArray[np.float32]
-ReadJson = Callable[[Request], Awaitable[dict[str, Any]]]
 
 
 class Embedder(Protocol):
@@ -85,7 +86,7 @@ class RerankBody(Body):
 
     model: ModelName
     query: str
-    documents: Annotated[list[str | TextDocument], Field(min_length=1, max_length=MOST_INPUTS, fail_fast=True)]
+    documents: Annotated[list[str | TextDocument], at_most(MAX_TEXTS, least=1)]
     top_n: Count | None = None
     return_documents: bool | None = None
     truncate: bool | None = None
@@ -130,11 +131,11 @@ class RerankAnswer(BaseModel):
     usage: InputUsage
 
 
-def router(pool: EmbedderPool, read_json: ReadJson, key_name: Callable[[Request], str]) -> APIRouter:
-    """POST /v1/embeddings and /v1/rerank. `read_json` gives a request's body, `key_name` its API key's name or ""."""
+def router(pool: EmbedderPool, read_body: ReadBody, key_name: Callable[[Request], str]) -> APIRouter:
+    """POST /v1/embeddings and /v1/rerank. `read_body` reads a body, `key_name` gives the API key's name or ""."""
 
     async def embeddings(http: Request) -> Response:
-        asked = validated(EmbeddingsBody, await read_json(http))
+        asked = await read_body(http, partial(validated, EmbeddingsBody))
         with _logged(asked.model, key_name(http)) as log:
             embedder = await pool.get_embedder(asked.model)
             _check_able(embedder, asked.dimensions)
@@ -143,7 +144,7 @@ def router(pool: EmbedderPool, read_json: ReadJson, key_name: Callable[[Request]
         return _json(await asyncio.to_thread(_embeddings_body, asked, inputs, vectors))
 
     async def rerank(http: Request) -> Response:
-        asked = validated(RerankBody, await read_json(http))
+        asked = await read_body(http, partial(validated, RerankBody))
         with _logged(asked.model, key_name(http)) as log:
             embedder = await pool.get_embedder(asked.model)
             inputs = log.inputs = await asyncio.to_thread(_rerank_inputs, embedder, asked)
@@ -183,8 +184,6 @@ def _embedding_inputs(embedder: Embedder, asked: EmbeddingsBody) -> list[Encoder
         return _tokenized(embedder, [given], ["input"], bool(asked.truncate))
     if isinstance(given[0], int):
         return [_token_ids(embedder, given, "input", bool(asked.truncate))]
-    if len(given) > MOST_INPUTS:
-        raise BadRequest(f"input: {len(given)} are more than the {MOST_INPUTS} of one request", param="input")
     places = [f"input[{index}]" for index in range(len(given))]
     if isinstance(given[0], str):
         return _tokenized(embedder, given, places, bool(asked.truncate))

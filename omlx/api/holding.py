@@ -4,6 +4,7 @@ Each request is bounded by itself (its body, its images), and so is how many wai
 """
 
 from contextvars import ContextVar
+from threading import Lock
 
 from omlx.errors import Overloaded
 from omlx.sizes import format_size
@@ -12,11 +13,12 @@ FREE_BYTES = 64 << 10  # of each request, not counted: words find room when pict
 
 
 class ByteBudget:
-    """At most `limit` bytes of all `Held` together, unless a single one has them. For one thread: the event loop's."""
+    """At most `limit` bytes of all `Held` together, unless a single one has them. For any thread."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.held = 0
+        self.lock = Lock()
 
 
 class Held:
@@ -28,9 +30,11 @@ class Held:
 
     def add(self, nbytes: int) -> None:
         """Raises Overloaded if there is no room for them; they count until `release` all the same."""
-        before, self._bytes = self._counted, self._bytes + nbytes
-        self._budget.held += self._counted - before
-        if self._counted > before and self._budget.held > max(self._budget.limit, self._counted):
+        with self._budget.lock:
+            before, self._bytes = self._counted, self._bytes + nbytes
+            self._budget.held += self._counted - before
+            is_over = self._counted > before and self._budget.held > max(self._budget.limit, self._counted)
+        if is_over:
             raise Overloaded(
                 f"requests that are not answered yet hold {format_size(self._budget.limit)}; try again later"
             )
@@ -40,8 +44,9 @@ class Held:
         return max(0, self._bytes - FREE_BYTES)
 
     def release(self) -> None:
-        self._budget.held -= self._counted
-        self._bytes = 0
+        with self._budget.lock:
+            self._budget.held -= self._counted
+            self._bytes = 0
 
 
 current: ContextVar[Held | None] = ContextVar("what the request at hand holds", default=None)

@@ -9,12 +9,19 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from omlx.api.bounded import Arguments, Parts, Schema, Settings, Small, at_most
 from omlx.errors import BadRequest
 
 MAX_STOPS = 16
 MAX_TOP_LOGPROBS = 20
 MAX_CHOICES = 128
+# Of one message.
+MAX_CALLS = 128
 MAX_TOOLS = 1024
+MAX_BIASES = 10_000
+MAX_TOKEN_IDS = 2**20
+# Of one request: prompts, or inputs of a model for embeddings.
+MAX_TEXTS = 2048
 # Messages, or items, of a request. Checking more would keep the event loop, and with it every stream, for seconds.
 MAX_MESSAGES = 20_000
 
@@ -27,12 +34,9 @@ ToolName = Annotated[str, Field(pattern=r"^[\w.:/-]{1,128}$")]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 TokenIdText = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
 
-# One error of a list is enough: a long list of a wrong type has a million.
-# Far beyond every context; what is longer would keep the event loop busy only to be refused.
-TokenIds = Annotated[list[TokenId], Field(fail_fast=True, max_length=2**20)]
-Texts = Annotated[list[str], Field(fail_fast=True)]
-ListOfTokenIds = Annotated[list[TokenIds], Field(fail_fast=True)]
-
+TokenIds = Annotated[list[TokenId], at_most(MAX_TOKEN_IDS)]
+Texts = Annotated[list[str], at_most(MAX_TEXTS)]
+ListOfTokenIds = Annotated[list[TokenIds], at_most(MAX_TEXTS)]
 
 # Names of fields, of all bodies.
 _FIELDS: set[str] = set()
@@ -54,7 +58,7 @@ class StreamOptions(Body):
 
 class CalledFunction(Body):
     name: Annotated[str, Field(min_length=1, max_length=200)]
-    arguments: str | dict[str, Any] | None = None
+    arguments: str | Arguments | None = None
 
 
 class MessageCall(Body):
@@ -66,7 +70,7 @@ class MessageCall(Body):
 class Function(Body):
     name: ToolName
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: Schema | None = None
     strict: bool | None = None
 
 
@@ -86,7 +90,7 @@ class NamedTool(Body):
 
 class AllowedNames(Body):
     mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
+    tools: Annotated[list[NamedTool], at_most(MAX_TOOLS, least=1)]
 
 
 class AllowedTools(Body):
@@ -98,7 +102,7 @@ class AllowedTools(Body):
 
 class JsonSchema(Body):
     name: Annotated[str, Field(max_length=200)] | None = None
-    schema_: Annotated[dict[str, Any] | bool | None, Field(alias="schema")] = None
+    schema_: Annotated[Schema | bool | None, Field(alias="schema")] = None
     strict: bool | None = None
 
 
@@ -109,15 +113,15 @@ class ResponseFormat(Body):
 
 class Message(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[dict[str, Any]] | None = None
+    content: str | Parts | None = None
     name: str | None = None
     tool_call_id: str | None = None
-    tool_calls: Annotated[list[MessageCall], Field(max_length=MAX_CHOICES)] | None = None
+    tool_calls: Annotated[list[MessageCall], at_most(MAX_CALLS)] | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
     refusal: str | None = None
-    function_call: Any = None
-    audio: Any = None
+    function_call: Small = None
+    audio: Small = None
 
 
 class SamplingBody(Body):
@@ -128,13 +132,13 @@ class SamplingBody(Body):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    stop: StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS)] | None = None
+    stop: StopText | Annotated[list[StopText], at_most(MAX_STOPS)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stream: bool | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
-    logit_bias: dict[TokenIdText, Bias] | None = None
+    logit_bias: Annotated[dict[TokenIdText, Bias], at_most(MAX_BIASES)] | None = None
     ignore_eos: bool | None = None
     cache: bool | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=500)] | None = None
@@ -150,11 +154,11 @@ class GenerationBody(SamplingBody):
 
 
 class ChatBody(GenerationBody):
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    messages: Annotated[list[Message], at_most(MAX_MESSAGES, least=1)]
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    chat_template_kwargs: Settings | None = None
+    tools: Annotated[list[Tool], at_most(MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None

@@ -3,9 +3,8 @@
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
-from pydantic_core import from_json
-
 from omlx.api.chat import OutputFormat, ToolChoice
+from omlx.api.json_text import parse_json
 from omlx.api.openai_body import AllowedTools, ChatBody, Function, JsonSchema, Message, MessageCall, NamedTool
 from omlx.api.tool_prompt import canonical_tools
 from omlx.errors import BadRequest
@@ -133,12 +132,13 @@ def past_call(call_id: str | None, name: str, arguments: str | dict[str, Any] | 
 def _arguments(given: str | dict[str, Any] | None) -> Any:
     """As an object, in its own order: templates write it as the model had written it.
 
-    What is no JSON (an answer that was cut, half of a surrogate pair) or too deep goes into the prompt as it is.
+    What is no JSON (an answer that was cut, half of a surrogate pair), is too deep or has too many values goes into the
+    prompt as it is.
     """
     if not isinstance(given, str):
         return given or {}
     try:
-        return from_json(given) if given.strip() else {}
+        return parse_json(given.encode()) if given.strip() else {}
     except ValueError:
         return given
 

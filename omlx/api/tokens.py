@@ -1,15 +1,19 @@
 """POST /tokenize and /detokenize, in the form in which vLLM has them."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 from pydantic import BaseModel, Field
+from pydantic_core import to_json
 
 from omlx.api import openai
+from omlx.api.bounded import Deferred
 from omlx.api.chat import ChatPrompt, ChatRequest, Engine, EnginePool, encode, prompt_tokens, render, tokenizing
+from omlx.api.json_text import ReadBody
 from omlx.api.openai_body import Body, TokenIds, validated
 from omlx.api.openapi import documented
 from omlx.api.pictures import Source, with_pictures
@@ -23,9 +27,9 @@ class TokenizeBody(Body):
 
     model: _Model
     prompt: str | None = None
-    messages: Any = None
-    tools: Any = None
-    chat_template_kwargs: Any = None
+    messages: Deferred = None
+    tools: Deferred = None
+    chat_template_kwargs: Deferred = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
@@ -49,21 +53,20 @@ class DetokenizeAnswer(BaseModel):
     prompt: str
 
 
-def router(pool: EnginePool, read_json: Callable[[Request], Awaitable[dict[str, Any]]], source: Source) -> APIRouter:
-    """The two routes. `read_json` gives a request's body, `source` the images of its messages."""
+def router(pool: EnginePool, read_body: ReadBody, source: Source) -> APIRouter:
+    """The two routes. `read_body` gives what a request's body says, `source` the images of its messages."""
 
     async def tokenize(http: Request) -> Response:
-        fields = validated(TokenizeBody, await read_json(http))
+        fields, asked = await read_body(http, _parse)
         engine = await pool.get(fields.model)
-        if (fields.prompt is None) == (fields.messages is None):
-            raise BadRequest("exactly one of prompt and messages has to be given", param="prompt")
-        asked = None if fields.messages is None else await with_pictures(engine, _conversation(fields), source)
-        return JSONResponse(await asyncio.to_thread(tokenized, engine, fields, asked))
+        if asked is not None:
+            asked = await with_pictures(engine, asked, source)
+        return await asyncio.to_thread(_answer, tokenized, engine, fields, asked)
 
     async def detokenize(http: Request) -> Response:
-        fields = validated(DetokenizeBody, await read_json(http))
+        fields = await read_body(http, partial(validated, DetokenizeBody))
         engine = await pool.get(fields.model)
-        return JSONResponse(await asyncio.to_thread(detokenized, engine, fields))
+        return await asyncio.to_thread(_answer, detokenized, engine, fields)
 
     routes = APIRouter()
     busy = (404, 503)
@@ -72,6 +75,19 @@ def router(pool: EnginePool, read_json: Callable[[Request], Awaitable[dict[str, 
     routes.add_api_route("/tokenize", tokenize, methods=["POST"], **tokens_of)
     routes.add_api_route("/detokenize", detokenize, methods=["POST"], **text_of)
     return routes
+
+
+def _parse(body: dict[str, Any]) -> tuple[TokenizeBody, ChatRequest | None]:
+    """The fields, and the conversation if it is one that is to be tokenized. Raises BadRequest."""
+    fields = validated(TokenizeBody, body)
+    if (fields.prompt is None) == (fields.messages is None):
+        raise BadRequest("exactly one of prompt and messages has to be given", param="prompt")
+    return fields, None if fields.messages is None else _conversation(fields)
+
+
+def _answer(make: Callable[..., dict[str, Any]], *args: Any) -> Response:
+    """As JSON; to be called in a thread, since there may be a million tokens."""
+    return Response(to_json(make(*args)), media_type="application/json")
 
 
 def tokenized(engine: Engine, fields: TokenizeBody, asked: ChatRequest | None) -> dict[str, Any]:

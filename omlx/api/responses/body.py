@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, TypeAdapter
 
+from omlx.api.bounded import MAX_PARTS, Parts, Schema, Settings, at_most
 from omlx.api.openai_body import (
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -20,14 +21,17 @@ from omlx.api.openai_body import (
 )
 from omlx.errors import BadRequest
 
+MAX_METADATA = 16
+MAX_INCLUDED = 100
 LOGPROBS = "message.output_text.logprobs"
 # Hosted tools that agents offer unasked: the model is not told of them, so it does not call them.
 LEFT_OUT = ("web_search", "web_search_2025_08_26", "web_search_preview", "web_search_preview_2025_03_11",
             "image_generation")  # fmt: skip
 
 _Id = Annotated[str, Field(min_length=1, max_length=200)]
-_Parts = list[dict[str, Any]]
-_Metadata = dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]]
+_Metadata = Annotated[
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], at_most(MAX_METADATA)
+]
 
 
 # ---- items
@@ -38,7 +42,7 @@ class MessageItem(Body):
 
     type: Literal["message"] | None = None
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | _Parts
+    content: str | Parts
 
 
 class CallItem(Body):
@@ -60,7 +64,7 @@ class CustomCallItem(Body):
 class CallOutputItem(Body):
     type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: _Id
-    output: str | _Parts
+    output: str | Parts
 
 
 class ReasoningText(Body):
@@ -72,7 +76,7 @@ class ReasoningItem(Body):
     """Only its `content` is used: a summary is not what the model wrote, and encrypted reasoning is not ours."""
 
     type: Literal["reasoning"]
-    content: list[ReasoningText] | None = None
+    content: Annotated[list[ReasoningText], at_most(MAX_PARTS)] | None = None
 
 
 class ReferenceItem(Body):
@@ -122,7 +126,7 @@ class FunctionTool(Body):
     type: Literal["function"]
     name: ToolName
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: Schema | None = None
     strict: bool | None = None
 
 
@@ -147,7 +151,7 @@ class NamespaceTool(Body):
     type: Literal["namespace"]
     name: ToolName
     description: str | None = None
-    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)]
+    tools: Annotated[list[FunctionTool], at_most(MAX_TOOLS)]
 
 
 class LeftOutTool(Body):
@@ -180,7 +184,7 @@ class AllowedTools(Body):
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
+    tools: Annotated[list[NamedTool], at_most(MAX_TOOLS, least=1)]
 
 
 # ---- the rest
@@ -199,35 +203,38 @@ class ReasoningOptions(Body):
 
 
 class ResponsesBody(SamplingBody):
-    input: str | Annotated[list[Item], Field(max_length=MAX_MESSAGES, fail_fast=True)]
+    input: str | Annotated[list[Item], at_most(MAX_MESSAGES)]
     instructions: str | None = None
     previous_response_id: _Id | None = None
     store: bool | None = None
     max_output_tokens: Count | None = None
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tools: Annotated[list[Tool], at_most(MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     include: (
-        list[
-            Literal[
-                "message.output_text.logprobs",
-                "reasoning.encrypted_content",
-                "message.input_image.image_url",
-                "file_search_call.results",
-                "web_search_call.results",
-                "web_search_call.action.sources",
-                "computer_call_output.output.image_url",
-                "code_interpreter_call.outputs",
-            ]
+        Annotated[
+            list[
+                Literal[
+                    "message.output_text.logprobs",
+                    "reasoning.encrypted_content",
+                    "message.input_image.image_url",
+                    "file_search_call.results",
+                    "web_search_call.results",
+                    "web_search_call.action.sources",
+                    "computer_call_output.output.image_url",
+                    "code_interpreter_call.outputs",
+                ]
+            ],
+            at_most(MAX_INCLUDED),
         ]
         | None
     ) = None
-    metadata: Annotated[_Metadata, Field(max_length=16)] | None = None
+    metadata: _Metadata | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: Settings | None = None
 
 
 # Fields that ask for what there is not, and what they may hold all the same.

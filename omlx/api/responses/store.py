@@ -5,6 +5,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from threading import Lock
 from typing import Any
 
 from omlx.api.holding import hold
@@ -37,7 +38,7 @@ class _Kept:
 
 
 class ResponseStore:
-    """Of one server, until it ends; used by the event loop alone. `owner` is whoever came with the same API key.
+    """Of one server, until it ends; for any thread. `owner` is whoever came with the same API key.
 
     What was not used for longest goes first. A response is used when it is read and when a conversation goes on behind
     it, then with all turns before it.
@@ -45,6 +46,7 @@ class ResponseStore:
 
     def __init__(self, max_responses: int = MAX_RESPONSES, max_bytes: int = MAX_BYTES) -> None:
         self.bytes = 0
+        self._lock = Lock()
         self._max_responses = max_responses
         self._max_bytes = max_bytes
         self._kept: OrderedDict[str, _Kept] = OrderedDict()
@@ -61,11 +63,12 @@ class ResponseStore:
             return
         items = tuple(item["id"] for item in (*given, *response["output"]) if "id" in item)
         name = response["id"]
-        self._kept[name] = _Kept(owner, data, response["previous_response_id"], items)
-        self._of_item |= {(owner, item): name for item in items}
-        self.bytes += len(data)
-        while len(self._kept) > self._max_responses or self.bytes > self._max_bytes:
-            self._drop(next(iter(self._kept)))
+        with self._lock:
+            self._kept[name] = _Kept(owner, data, response["previous_response_id"], items)
+            self._of_item |= {(owner, item): name for item in items}
+            self.bytes += len(data)
+            while len(self._kept) > self._max_responses or self.bytes > self._max_bytes:
+                self._drop(next(iter(self._kept)))
 
     def response(self, owner: bytes, name: str) -> dict[str, Any]:
         """Raises NotFound."""
@@ -73,8 +76,9 @@ class ResponseStore:
 
     def delete(self, owner: bytes, name: str) -> None:
         """Raises NotFound."""
-        self._find(owner, name)
-        self._drop(name)
+        with self._lock:
+            self._known(owner, name)
+            self._drop(name)
 
     def given(self, owner: bytes, name: str) -> list[Item]:
         """What a response is the answer to: the turns before it, as far as they are still there, and its own input.
@@ -107,10 +111,13 @@ class ResponseStore:
         """Those of the items that are in the owner's responses, each of which is read once: it may be large."""
         wanted = set(ids)
         found: dict[str, Item] = {}
-        for name in {self._of_item[owner, item_id]: None for item_id in ids if (owner, item_id) in self._of_item}:
-            response, given = self._find(owner, name).read()
+        with self._lock:
+            names = {item_id: self._of_item.get((owner, item_id)) for item_id in ids}
+            kept = {name: self._known(owner, name) for name in names.values() if name is not None}
+        for name, one in kept.items():
+            response, given = one.read()
             for item in reversed([*given, *response["output"]]):
-                if item.get("id") in wanted and self._of_item.get((owner, item["id"])) == name:
+                if item.get("id") in wanted and names[item["id"]] == name:
                     found[item["id"]] = item
         return found
 
@@ -118,16 +125,20 @@ class ResponseStore:
         """Input and output of a response and of those before it, latest first; None at the end for one that is gone."""
         upcoming: str | None = name
         while upcoming is not None:
-            kept = self._kept.get(upcoming)
-            if kept is None or kept.owner != owner:
+            try:
+                kept = self._find(owner, upcoming)
+            except NotFound:
                 yield None
                 return
-            self._kept.move_to_end(upcoming)
             response, given = kept.read()
             yield given + response["output"]
             upcoming = kept.previous
 
     def _find(self, owner: bytes, name: str) -> _Kept:
+        with self._lock:
+            return self._known(owner, name)
+
+    def _known(self, owner: bytes, name: str) -> _Kept:
         kept = self._kept.get(name)
         if kept is None or kept.owner != owner:
             raise NotFound(f"Response with id {name!r} not found.", param="response_id", code=None)
