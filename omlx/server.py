@@ -287,7 +287,8 @@ def _make_pool(settings: Settings) -> admin.AdminPool:
     # Imported here because it loads MLX, which takes seconds: a port in use is told before.
     from omlx.engine.pool import EnginePool as ModelPool  # noqa: PLC0415
 
-    return ModelPool(settings.scheduler_config(), settings.home, settings.model, settings.adapter_path)
+    config, length = settings.scheduler_config(), settings.max_model_len
+    return ModelPool(config, settings.home, settings.model, settings.adapter_path, length)
 
 
 def run(pool: admin.AdminPool, settings: Settings, listener: socket.socket) -> int:

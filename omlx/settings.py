@@ -131,6 +131,13 @@ class Settings(BaseModel):
     adapter_path: Path | None = _option(
         None, "DIR", "Folder of a LoRA adapter, as mlx-lm trains them, for the model of --model."
     )
+    max_model_len: int | None = _option(
+        None,
+        "TOKENS",
+        "Context length of the models that write text, prompt and answer together, instead of what their files say.",
+        ge=1,
+        lt=1 << 31,
+    )
     host: str = _option("127.0.0.1", "HOST", "Address to listen on.")
     port: int = _option(8000, "PORT", "Port to listen on; 0 takes a free one.", ge=0, le=65535)
     paged_ssd_cache_dir: Path | None = _option(

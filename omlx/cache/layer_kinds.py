@@ -198,6 +198,12 @@ def nbytes(caches: Sequence[Any]) -> int:
     return sum(cache.nbytes for cache in caches)
 
 
+def grows(caches: Sequence[Any]) -> bool:
+    """Whether the state in these caches gets larger with every token: not if all are recurrent or have a window."""
+    kinds = [kind_of(cache) for cache in leaves(caches)]
+    return not all(kind is not None and (kind.storage == "state" or kind.build is _build_ring) for kind in kinds)
+
+
 def settle(caches: Sequence[Any]) -> None:
     """Brings caches into the one form that the next forward pass may start from; to be called before each.
 

@@ -144,10 +144,10 @@ class MLXThread:
 class Engine:
     """One served model: requests in, streams of tokens out. Used from the event loop.
 
-    `context_length` is what is enforced: the model's, or less if the KV of running requests may
-    not take as much; `context_note` then says so. No token stands for more than `longest_token`
-    characters. `vision` makes prompts with pictures (omlx.engine.vlm); None for a model that takes none.
-    characters. At most `most_requests` run or wait at a time.
+    `context_length` is what is enforced: the model's, or less if the KV of running requests may not take as much;
+    `context_note` then says so. `context_source` says where it comes from. No token stands for more than
+    `longest_token` characters. `vision` makes prompts with pictures (omlx.engine.vlm); None for a model that takes none.
+    At most `most_requests` run or wait at a time.
     """
 
     vision: Any = None
@@ -156,10 +156,12 @@ class Engine:
         self.name = loaded.name
         self.tokenizer: Any = loaded.tokenizer
         self.context_length = min(loaded.context_length, scheduler.most_tokens)
-        self.context_note = ""
+        self.context_note, self.context_source = "", loaded.context_source
         if self.context_length < loaded.context_length:
             limit = format_size(scheduler.config.max_kv_cache_memory)
             self.context_note = f" (of the model's {loaded.context_length}, as --max-kv-cache-memory is {limit})"
+            said = f"{loaded.context_length} by {loaded.context_source}"
+            self.context_source = f"--max-kv-cache-memory {limit} instead of {said}"
         self.vocab_size = loaded.vocab_size
         # In vocabularies of bytes a character stands for a byte, so no token gives more characters.
         self.longest_token = max(map(len, loaded.tokenizer.get_vocab()), default=1)

@@ -83,14 +83,21 @@ class EnginePool:
     """Engines by model name, loaded on first use, all on one MLX thread and over one RAM tier.
 
     `model` (a name or a folder) serves that one alone, with `adapter` (a folder) if given, and loads it at
-    start; None serves every model under `home`.
+    start; None serves every model under `home`. `max_model_len` (tokens) goes before the context length that the
+    files of a model that writes text say.
     """
 
     def __init__(
-        self, config: SchedulerConfig, home: Path, model: str | None = None, adapter: Path | None = None
+        self,
+        config: SchedulerConfig,
+        home: Path,
+        model: str | None = None,
+        adapter: Path | None = None,
+        max_model_len: int | None = None,
     ) -> None:
         self.config = config
         self._home = home
+        self._max_model_len = max_model_len
         self._unreadable: set[str] = set()
         self._only = find_model(model, home) if model is not None else None
         self._only_name = self._name(model) if model is not None else ""
@@ -341,7 +348,7 @@ class EnginePool:
     def _load(self, served: ServedModel) -> _Loaded:
         """Builds a model's whole stack; runs on the MLX thread."""
         started = time.monotonic()
-        model = load_any(served.path, served.name, self._adapter)
+        model = self._with_length(load_any(served.path, served.name, self._adapter))
         vision, bits = isinstance(model, VisionModel), self.config.kv_bits
         runner = VLMRunner(model, bits) if isinstance(model, VisionModel) else TextRunner(model, bits)
         tiers = self._cache_stack(runner, vision)
@@ -354,8 +361,18 @@ class EnginePool:
         self._thread.attach(loaded.engine.scheduler)
         if tiers is not None:
             self.memory.watch(tiers)
+        length, source = loaded.engine.context_length, loaded.engine.context_source
+        log.info("model %s: context length %d tokens (%s)", served.name, length, source)
         log.info("model %s loaded in %.1f s", served.name, time.monotonic() - started)
         return loaded
+
+    def _with_length(self, model: VisionModel | LoadedModel) -> VisionModel | LoadedModel:
+        """The model with the context length that --max-model-len says."""
+        if self._max_model_len is None:
+            return model
+        if isinstance(model, VisionModel):
+            return model._replace(loaded=_overridden(model.loaded, self._max_model_len))
+        return _overridden(model, self._max_model_len)
 
     def _assembled(
         self, model: VisionModel | LoadedModel, runner: TextRunner, tiers: TieredCacheManager | None
@@ -403,6 +420,13 @@ class EnginePool:
             config.max_kv_cache_memory, config.paged_ssd_cache_dir, config=config, model_name=name,
             identity=identity, num_layers=len(identity.layout.layers), hot_tier=self._hot, vision=vision,
         )  # fmt: skip
+
+
+def _overridden(loaded: LoadedModel, length: int) -> LoadedModel:
+    said = f"{loaded.context_length} by {loaded.context_source}"
+    if length > loaded.context_length:
+        log.warning("model %s: --max-model-len %d is more than its own context length, %s", loaded.name, length, said)
+    return replace(loaded, context_length=length, context_source=f"--max-model-len instead of {said}")
 
 
 def _model_figures(loaded: _Loaded) -> dict[str, Any]:

@@ -17,10 +17,11 @@ from numpy.typing import NDArray
 from tokenizers import Encoding, Tokenizer
 
 from omlx.errors import ModelError
+from omlx.model.context import DEFAULT_CONTEXT_LENGTH
 from omlx.model.folder import check_files, check_folder, read_config
 from omlx.model.foreign import refusing
 from omlx.model.json_file import read_json
-from omlx.model.loader import DEFAULT_CONTEXT_LENGTH, as_float32
+from omlx.model.loader import as_float32
 from omlx.model.model_kind import POOLING_CONFIG, ModelKind, missing_layer, model_kind, trained_length
 from omlx.model.weights import WeightFile, only_these_weights, read_weight_files
 from omlx.request import EncoderInput, Text

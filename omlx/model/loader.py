@@ -13,7 +13,9 @@ from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import dequantize_model, load_adapters, load_model, load_tokenizer
 
+from omlx.cache import layer_kinds
 from omlx.errors import ModelError
+from omlx.model.context import DEFAULT_CONTEXT_LENGTH, ContextLength, context_length, lookup
 from omlx.model.folder import (
     Adapter,
     ModelInfo,
@@ -33,20 +35,6 @@ __all__ = ["DEFAULT_CONTEXT_LENGTH", "LoadedModel", "ModelInfo", "as_float32", "
 
 log = logging.getLogger(__name__)
 
-DEFAULT_CONTEXT_LENGTH = 4096
-"""Assumed, in tokens, for a model whose files do not say."""
-
-_CONTEXT_KEYS = (
-    "max_position_embeddings",
-    "n_positions",
-    "max_sequence_length",
-    "max_seq_length",
-    "max_seq_len",
-    "seq_length",
-    "model_max_length",
-    "n_ctx",
-)
-_UNBOUNDED = 10_000_000  # transformers writes absurdly large lengths for "not known"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tiktoken.model", "vocab.json")
 _PROBES = ("a", "Hello, world 123", "\n\t ", "é 你好 🙂 \u200d\ufffd", "<|x|> </s> [INST]")
 
@@ -57,7 +45,8 @@ class LoadedModel:
 
     `model` has evaluated weights; `dtype` is what most of its floating-point weights are ("float32").
     `vocab_size` is the width of its logits, which can exceed the tokenizer's vocabulary.
-    `context_length` is in tokens. `fingerprint` is 32 bytes of `folder.fingerprint`.
+    `context_length` is in tokens, `context_source` says where it comes from. `fingerprint` is 32 bytes of
+    `folder.fingerprint`.
     """
 
     name: str
@@ -66,6 +55,7 @@ class LoadedModel:
     tokenizer: TokenizerWrapper
     config: dict[str, Any]
     context_length: int
+    context_source: str
     vocab_size: int
     eos_token_ids: frozenset[int]
     fingerprint: bytes
@@ -101,13 +91,16 @@ def assembled(
     """
     options = {} if chat_template is None else {"chat_template": chat_template}
     tokenizer = _load_tokenizer(path, config, options)
+    with refusing(path):
+        length = _context_length(model, config, tokenizer)
     return LoadedModel(
         name=name,
         path=path,
         model=model,
         tokenizer=tokenizer,
         config=config,
-        context_length=_context_length(config, tokenizer),
+        context_length=length.tokens,
+        context_source=length.source,
         vocab_size=_vocab_size(config, tokenizer),
         eos_token_ids=frozenset(int(token) for token in tokenizer.eos_token_ids),
         fingerprint=_fingerprint(path, files, adapter),
@@ -170,7 +163,7 @@ def _load_tokenizer(path: Path, config: dict[str, Any], options: dict[str, Any])
         subject = f"{path}: tokenizer: it needs its own code, which omlx never runs"
     with refusing(subject):
         options = {"trust_remote_code": False} | options
-        tokenizer = load_tokenizer(path, options, eos_token_ids=_lookup(config, "eos_token_id"))
+        tokenizer = load_tokenizer(path, options, eos_token_ids=lookup(config, "eos_token_id"))
         for text in _PROBES:
             # A damaged one panics (no Exception) at a text; that it refuses some texts is said to who sends them.
             with suppress(Exception):
@@ -193,24 +186,15 @@ def _fingerprint(path: Path, files: list[WeightFile], adapter: Adapter | None) -
         raise ModelError(f"{path}: {error}") from error
 
 
-def _lookup(config: dict[str, Any], key: str) -> Any:
-    """A value of the config, or of the part of it that describes the language model."""
-    text = config.get("text_config")
-    nested = text.get(key) if isinstance(text, dict) else None
-    return config[key] if config.get(key) is not None else nested
+def _context_length(model: nn.Module, config: dict[str, Any], tokenizer: TokenizerWrapper) -> ContextLength:
+    def grows() -> bool:
+        return layer_kinds.grows(layer_kinds.new_cache(getattr(model, "language_model", model)))
 
-
-def _context_length(config: dict[str, Any], tokenizer: TokenizerWrapper) -> int:
-    candidates = [_lookup(config, key) for key in _CONTEXT_KEYS]
-    candidates.append(getattr(tokenizer, "model_max_length", None))
-    for value in candidates:
-        if isinstance(value, int | float) and 0 < value < _UNBOUNDED:
-            return int(value)
-    return DEFAULT_CONTEXT_LENGTH
+    return context_length(config, getattr(tokenizer, "model_max_length", None), grows)
 
 
 def _vocab_size(config: dict[str, Any], tokenizer: TokenizerWrapper) -> int:
-    size = _lookup(config, "vocab_size")
+    size = lookup(config, "vocab_size")
     return size if isinstance(size, int) and size > 0 else len(tokenizer)
 
 

@@ -195,7 +195,7 @@ def runner(family: str, kv_bits: int | None = None, dtype: mx.Dtype = mx.float32
     model.set_dtype(dtype)
     loaded = LoadedModel(
         name=family, path=Path(family), model=model, tokenizer=None, config={},
-        context_length=4096, vocab_size=VOCAB, eos_token_ids=frozenset({EOS}),
+        context_length=4096, context_source="here", vocab_size=VOCAB, eos_token_ids=frozenset({EOS}),
         fingerprint=sha256(f"{family} {changes}".encode()).digest(), dtype="float32",
     )  # fmt: skip
     return TextRunner(loaded, kv_bits)

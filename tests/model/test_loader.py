@@ -15,6 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 from omlx.errors import ModelError
 from omlx.model import loader
+from omlx.model.context import context_length
 from omlx.testing import make_tiny_model
 
 cpu_only = pytest.mark.skipif(mx.default_device() != mx.cpu, reason="only on CPU are weights made float32")
@@ -119,7 +120,7 @@ def test_context_length_comes_from_the_config_or_the_tokenizer_or_a_default(mode
 def test_values_of_a_nested_text_config_count(tiny_model_dir: Path) -> None:
     tokenizer = loader.load(tiny_model_dir).tokenizer
     config = {"text_config": {"max_position_embeddings": 99, "vocab_size": 300}}
-    assert loader._context_length(config, tokenizer) == 99
+    assert context_length(config).tokens == 99
     assert loader._vocab_size(config, tokenizer) == 300
 
 
