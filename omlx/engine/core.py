@@ -146,7 +146,7 @@ class Engine:
 
     `context_length` is what is enforced: the model's, or less if the KV of running requests may not take as much;
     `context_note` then says so. `context_source` says where it comes from. No token stands for more than
-    `longest_token` characters. `vision` makes prompts with pictures (omlx.engine.vlm); None for a model that takes none.
+    `longest_token` characters. `vision` makes prompts with pictures (omlx.engine.vlm); None for a model without.
     At most `most_requests` run or wait at a time.
     """
 
