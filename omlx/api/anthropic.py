@@ -99,7 +99,6 @@ def _request(fields: CountBody) -> ChatRequest:
         tool_choice=_tool_choice(fields),
         output_format=_output_format(output or fields.output_format),
         format_field="output_config" if output else "output_format",
-        fewer_tokens=True,
     )
 
 

@@ -178,9 +178,9 @@ class ChatRequest:
 
     `prompt` is a conversation, or text or token ids to be continued; `more_prompts` are further ones of the latter,
     answered side by side. Each prompt gets `n` choices. `echo`: a choice begins with its prompt's text.
-    `sampling.max_tokens` 0 means as many as fit. `prompt_field` and `max_tokens_field` are how the dialect calls these
-    two, `format_field` the one that `output_format` comes from. With `fewer_tokens` a limit that does not fit behind
-    the prompt is cut down, else it is refused. `key_name` is the API key's, "" where none is asked for.
+    `sampling.max_tokens` 0 means as many as fit; more than fit are as many as fit. `prompt_field` is the dialect's name
+    of the prompt, `format_field` the one of what `output_format` comes from. `key_name` is the API key's, "" where
+    none is asked for.
     """
 
     model: str
@@ -190,14 +190,12 @@ class ChatRequest:
     use_cache: bool = True
     cache_salt: str = ""
     prompt_field: str = "messages"
-    max_tokens_field: str = "max_tokens"
     more_prompts: tuple[str | list[int], ...] = ()
     n: int = 1
     echo: bool = False
     tool_choice: ToolChoice = AUTO
     output_format: OutputFormat | None = None
     format_field: str = "response_format"
-    fewer_tokens: bool = False
     key_name: str = ""
 
     def asked_by(self, key: Asker) -> "ChatRequest":
@@ -305,22 +303,20 @@ def _with_tools(engine: Engine, prompt: ChatPrompt) -> tuple[list[dict[str, Any]
 
 
 def _fitting(engine: Engine, asked: ChatRequest, prompt_tokens: int) -> int:
-    """Tokens to generate: as asked, or what the context leaves. Raises BadRequest with the numbers."""
+    """Tokens to generate: as asked, or what the context leaves. Raises BadRequest for a prompt that leaves nothing.
+
+    Agents ask for 32,000 tokens whatever the model is.
+    """
     wanted, limit = asked.sampling.max_tokens, engine.context_length
-    if prompt_tokens + max(wanted, 1) <= limit:
-        return wanted or limit - prompt_tokens
-    if prompt_tokens < limit and asked.fewer_tokens:
-        return limit - prompt_tokens
-    if prompt_tokens < limit:
-        message = f"{prompt_tokens} prompt tokens + {wanted} {asked.max_tokens_field} = {prompt_tokens + wanted}"
-        param = asked.max_tokens_field
-    else:
-        message, param = f"{prompt_tokens} prompt tokens (and at least 1 for the answer)", asked.prompt_field
+    left = limit - prompt_tokens
+    if left > 0:
+        return min(wanted, left) if wanted else left
     raise BadRequest(
-        f"{message}, but {_LONGEST} {limit} tokens{engine.context_note}",
-        param=param,
+        f"{prompt_tokens} prompt tokens (and at least 1 for the answer), but {_LONGEST} {limit} tokens"
+        f"{engine.context_note}",
+        param=asked.prompt_field,
         code="context_length_exceeded",
-        too_long=(prompt_tokens, limit) if prompt_tokens >= limit else None,
+        too_long=(prompt_tokens, limit),
     )
 
 

@@ -116,7 +116,6 @@ def _request(
         use_cache=fields.cache is not False,
         cache_salt=fields.cache_salt or "",
         prompt_field=prompt_field,
-        max_tokens_field="max_completion_tokens" if fields.max_completion_tokens else "max_tokens",
         n=fields.n or 1,
     )
 

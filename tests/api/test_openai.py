@@ -192,12 +192,24 @@ def test_what_asks_for_nothing_is_not_refused(app):
     assert complete(app, echo=False, best_of=1, suffix=None).status_code == 200
 
 
-def test_over_length_is_refused_with_both_numbers(app):
-    error = chat(app, max_tokens=1990).json()["error"]
-    assert error["code"] == "context_length_exceeded"
-    assert error["param"] == "max_tokens"
-    assert "20 prompt tokens + 1990 max_tokens = 2010" in error["message"]
-    assert "2000" in error["message"]
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 32_000}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "max_completion_tokens": 1990}),
+        ("/v1/completions", {"prompt": "hi", "max_tokens": 2**31 - 1}),
+        ("/v1/responses", {"input": "hi", "max_output_tokens": 32_000}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 32_000}),
+    ],
+)
+def test_a_limit_that_does_not_fit_is_as_many_tokens_as_fit(app, engine, path, fields, stream):
+    assert call(app, "POST", path, json={"model": "tiny", "stream": stream} | fields).status_code == 200
+    (request,) = engine.seen
+    assert len(request.prompt) + request.sampling.max_tokens == engine.context_length == 2000
+
+
+def test_a_prompt_that_does_not_fit_is_refused_with_both_numbers(app):
     error = complete(app, prompt="x" * 2000).json()["error"]
     assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
     assert "2000 prompt tokens" in error["message"]

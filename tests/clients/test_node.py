@@ -135,7 +135,7 @@ def test_errors(found):
 
     assert found["temperature"] == found["streamed"] == refused("BadRequestError", 400, None, "temperature")
     assert found["tools"] == refused("BadRequestError", 400, None, "tools[0].function.name")
-    assert found["length"] == refused("BadRequestError", 400, "context_length_exceeded", "max_tokens")
+    assert found["length"] == refused("BadRequestError", 400, "context_length_exceeded", "messages")
     assert found["model"] == refused("NotFoundError", 404, "model_not_found", "model")
     assert found["picture"]["kind"] == "BadRequestError"
     assert found["picture"]["param"] == "messages[0].content[0]"

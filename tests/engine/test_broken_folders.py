@@ -113,9 +113,7 @@ def question(model: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", BROKEN)
-async def test_a_broken_folder_is_one_line_and_one_try(
-    kind: str, home: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_broken_folder_is_one_line_and_one_try(kind: str, home: Path, caplog: pytest.LogCaptureFixture) -> None:
     damage, reason = BROKEN[kind]
     damage(models_folder(home) / "broken")
     caplog.set_level(logging.WARNING)

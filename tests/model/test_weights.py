@@ -120,7 +120,6 @@ def test_a_header_that_does_not_describe_its_file_is_refused(tmp_path: Path, kin
     assert str(file) in str(error.value) and "\n" not in str(error.value)
 
 
-
 def test_a_name_twice_in_one_header_is_refused(tmp_path: Path) -> None:
     one = json.dumps(entry())[1:-1]
     two = json.dumps(entry(offsets=(16, 32)))[1:-1]

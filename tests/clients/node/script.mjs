@@ -154,7 +154,7 @@ async function errors() {
     temperature: await chat_with({ temperature: 3 }),
     streamed: await chat_with({ temperature: 3, stream: true }),
     tools: await chat_with({ tools: [{ type: "function", function: {} }] }),
-    length: await chat_with({ max_tokens: 100_000 }),
+    length: await chat_with({ messages: [{ role: "user", content: "x".repeat(1_000_000) }] }),
     model: await chat_with({ model: "nobody/knows" }),
     picture: await chat_with({
       model: given.pictures_model,
