@@ -65,7 +65,7 @@ TABLE: dict[str, tuple[dict[str, Any], object, int, str]] = {
         None, 65536, "8192 x 8",
     ),
     "deepseek_yarn": (
-        {"max_position_embeddings": 4096, "rope_scaling": {"type": "deepseek_yarn", "factor": 2}}, None, 8192, "deepseek"
+        {"max_position_embeddings": 4096, "rope_scaling": {"type": "deepseek_yarn", "factor": 2}}, None, 8192, "yarn"
     ),
     "of a text part": (
         {"text_config": {"max_position_embeddings": 32768, "rope_scaling": YARN}}, None, 131072, "yarn"
