@@ -332,7 +332,7 @@ class Scheduler:
             request.prompt,
         )
         if request.grammar is not None:
-            row.constraint = Constraint(request.grammar, len(request.prompt))
+            row.constraint = Constraint(request.grammar, len(request.prompt), self._runner.eos_token_ids)
             row.processors.append(row.constraint)
         return row
 

@@ -1,8 +1,11 @@
 """Real tokenizers of the two common kinds, made here: no weights, no downloads."""
 
+import importlib
+from collections.abc import Sequence
+
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tool_parsers import json_tools
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 CHAT_TEMPLATE = (
@@ -80,4 +83,21 @@ def with_tools(*, thinks: bool = False) -> TokenizerWrapper:
         tool_call_start=json_tools.tool_call_start,
         tool_call_end=json_tools.tool_call_end,
         tool_parser=json_tools.parse_tool_call,
+    )
+
+
+def with_marks(template: str, tokens: Sequence[str] = (), parser: str | None = None) -> TokenizerWrapper:
+    """A model with this template, these added tokens and, if one is named, mlx-lm's tool parser of that name."""
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=_bytes(), eos_token="<eos>", chat_template=template, clean_up_tokenization_spaces=False
+    )
+    tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in tokens])
+    if parser is None:
+        return TokenizerWrapper(tokenizer)
+    module = importlib.import_module(f"mlx_lm.tool_parsers.{parser}")
+    return TokenizerWrapper(
+        tokenizer,
+        tool_call_start=module.tool_call_start,
+        tool_call_end=module.tool_call_end,
+        tool_parser=module.parse_tool_call,
     )

@@ -6,66 +6,120 @@ import re
 import secrets
 import string
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
+from omlx.api.call_formats import GENERIC_CALLS, CallFormat, recognized
+from omlx.api.call_syntax import CallSyntax
 from omlx.api.events import ToolCall
+from omlx.api.marks import NO_MARKS, Marks, is_token
 
 logger = logging.getLogger(__name__)
 
 State = Literal["content", "reasoning", "call", "header"]
-# As mlx-lm calls them.
-_STATES: dict[str, State] = {"normal": "content", "reasoning": "reasoning", "tool": "call", "header": "header"}
 
-_THINK = ("<think>", "</think>")
+# What surrounds reasoning, in the order in which they are looked for: in a template, and among the added tokens.
+_THOUGHTS = (
+    ("<think>", "</think>"),
+    ("<longcat_think>", "</longcat_think>"),
+    ("<|think:start|>", "<|think:end|>"),
+    ("[THINK]", "[/THINK]"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+    ("<seed:think>", "</seed:think>"),
+    ("<thought>", "</thought>"),
+    ("<|channel>thought", "<channel|>"),
+    ("<|open|>think<|sep|>", "<|close|>think<|sep|>"),
+    ("Here is my thought process:", "Here is my response:"),
+)
+# What surrounds the text of an answer and is no part of it, if the template or the added tokens have the pair.
+_WRAPPERS = (
+    ("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
+    ("<|START_TEXT|>", "<|END_TEXT|>"),
+    ("<|open|>response<|sep|>", "<|close|>response<|sep|>"),
+    ("<response>", "</response>"),
+    ("<answer>", "</answer>"),
+)
 _NAME = re.compile(r"[\w.:/-]{1,128}")
+_ONE_BRACKET = re.compile(r"\s*[}\]]?\s*")
 _MISTRAL = "[TOOL_CALLS]"
-_MISTRAL_ARGUMENTS = re.compile(r"[\w-]+\s*\[ARGS\]\s*")
+
+
+class Headers(NamedTuple):
+    """Messages that begin with a header: `end` ends it, `begins` end the message before it.
+
+    `state_of` takes a header and tells what its message is. `opening` begins a message that is the answer's text,
+    `thought` is what surrounds a thought that comes before it.
+    """
+
+    end: str
+    begins: tuple[str, ...]
+    state_of: Callable[[str], State]
+    opening: str
+    thought: tuple[str, str]
+
+
+def _harmony(header: str) -> State:
+    if re.search(r"\bto=functions\.", header):
+        return "call"
+    return "reasoning" if "analysis" in header else "content"
+
+
+def _muse(header: str) -> State:
+    return "reasoning" if "to=self" in header else "content"
+
+
+_HEADERS = {
+    "harmony": Headers(
+        "<|message|>",
+        ("<|end|>", "<|start|>", "<|channel|>", "<|return|>", "<|call|>"),
+        _harmony,
+        "<|channel|>final<|message|>",
+        ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant"),
+    ),
+    "muse_spark": Headers(
+        "<|message|>", ("<|eom|>", "<|eot|>"), _muse, " to=user<|message|>", (" to=self<|message|>", "<|eom|>")
+    ),
+}
 
 
 class Edge(NamedTuple):
-    """A text that ends a state and begins another one."""
+    """A mark, as marked text has it, that ends a state and begins another one; "body" is what the header tells.
 
-    marker: str
-    to: State
-
-
-class CallSyntax(NamedTuple):
-    """How a call is written: between `start` and `end` ("" if only the end of the answer ends it).
-
-    `parse` takes what is between them and the tools (as OpenAI describes them); gives a call or a list of calls, dicts
-    with `name` and `arguments`; raises anything. `plain_json`: it is an object with these two and nothing else.
+    `calls`: the syntax of the calls that it begins. `first`: it counts only where no text came before it.
     """
 
-    start: str
-    end: str
-    parse: Callable[[str, Any], Any]
-    plain_json: bool = False
+    marker: str
+    to: Literal["content", "reasoning", "call", "header", "body"]
+    calls: CallSyntax | None = None
+    first: bool = False
 
-
-def _parse_json(text: str, tools: Any) -> Any:
-    return json.loads(text)
-
-
-# For models whose template knows no tools: they are told of this one.
-GENERIC_CALLS = CallSyntax("<tool_call>", "</tool_call>", _parse_json, plain_json=True)
+    @property
+    def quotable(self) -> bool:
+        """Whether the same text may be a quotation: a token of its own is none."""
+        return not is_token(self.marker)
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormat:
     """What an answer may hold and how it is marked. `start`: the state in which the answer begins.
 
-    `calls` is None if no tool may be called. `enforced`: calls are held to their syntax while they are sampled, so
-    they may be handed on before they are complete. `one_call`: the answer ends with its first call.
+    `calls` are the ways to write calls, the model's own one first; there are none if no tool may be called. `enforced`:
+    calls are held to their syntax while they are sampled, so they may be handed on before they are complete.
+    `one_call`: the answer ends with its first call. `thought`: what surrounds reasoning; `opening`: what begins the
+    answer's text.
     """
 
     edges: dict[State, tuple[Edge, ...]] = field(default_factory=dict)
     start: State = "content"
-    calls: CallSyntax | None = None
+    calls: tuple[CallSyntax, ...] = ()
     tools: tuple[dict[str, Any], ...] = ()
     enforced: bool = False
     one_call: bool = False
+    marks: Marks = NO_MARKS
+    headers: Headers | None = None
+    thought: tuple[str, str] | None = None
+    opening: str = ""
 
     @property
     def plain(self) -> bool:
@@ -73,12 +127,12 @@ class AnswerFormat:
         return not self.edges
 
     def with_calls(self, calls: CallSyntax) -> "AnswerFormat":
-        """The same with another way to write calls, which has an end mark."""
-        edges: dict[State, tuple[Edge, ...]] = {
-            source: tuple(Edge(calls.start, "call") if edge.to == "call" else edge for edge in targets)
-            for source, targets in self.edges.items()
-        }
-        return replace(self, edges=edges | {"call": (Edge(calls.end, "content"),)}, calls=calls)
+        """The same with one other way to write calls, which has an end mark."""
+        begin = Edge(self.marks.write(calls.start), "call", calls)
+        edges: dict[State, tuple[Edge, ...]] = {"content": (begin,)}
+        for source, targets in self.edges.items():
+            edges[source] = (*(edge for edge in targets if edge.to != "call"), begin)
+        return replace(self, edges=edges, calls=(calls,))
 
 
 PLAIN = AnswerFormat()
@@ -92,109 +146,170 @@ def answer_format(
     enforced: bool = False,
     one_call: bool = False,
 ) -> AnswerFormat:
-    """The format of an answer behind a chat prompt that ends with `prompt_end`. With no `tools` none can be called.
+    """The format of an answer after a chat prompt that ends with `prompt_end`. With no `tools` none can be called.
 
-    `tokenizer` is mlx-lm's TokenizerWrapper, which knows the model's markers.
+    `tokenizer` is mlx-lm's TokenizerWrapper. The format is recognized by its template's text and its added tokens.
     """
-    calls = call_syntax(tokenizer) if tools else None
-    edges = _edges(tokenizer, calls)
-    think = _think_markers(tokenizer)
-    start: State = _STATES[getattr(tokenizer, "response_initial_state", None) or "normal"]
-    if think is not None and prompt_end.rstrip().endswith(think[0]):
-        start = "reasoning"
-    return AnswerFormat(edges, start, calls, tuple(tools), enforced, one_call)
+    template, added = _template(tokenizer), _added(tokenizer)
+    known = _known_calls(tokenizer)
+    headers = _HEADERS.get(known.name) if known else None
+    thought = headers.thought if headers else _pair(_THOUGHTS, template, added)
+    wrapper = _pair(_WRAPPERS, template, added)
+    calls = _syntaxes(tokenizer, known) if tools else ()
+    used = [mark for syntax in (*calls, GENERIC_CALLS) for mark in syntax.marks]
+    used += [*(thought or ()), *(wrapper or ()), *((headers.end, *headers.begins) if headers else ())]
+    builder = _Edges(Marks.of(tokenizer, used))
+    if headers:
+        builder.headers(headers)
+    elif thought:
+        builder.thought(*thought)
+    if wrapper:
+        builder.dropped(wrapper)
+    builder.calls(calls)
+    return AnswerFormat(
+        builder.edges(),
+        _start(headers, thought, prompt_end),
+        calls,
+        tuple(tools),
+        enforced,
+        one_call,
+        builder.marks,
+        headers,
+        thought,
+        headers.opening if headers else "",
+    )
+
+
+def _start(headers: Headers | None, thought: tuple[str, str] | None, prompt_end: str) -> State:
+    if headers:
+        return "header"
+    return "reasoning" if thought and prompt_end.rstrip().endswith(thought[0]) else "content"
 
 
 def call_syntax(tokenizer: Any) -> CallSyntax:
-    """The model's own way to write calls, as its template shows it, or the generic one."""
-    if not has_tool_template(tokenizer):
-        return GENERIC_CALLS
-    plain = tokenizer.tool_parser.__module__.endswith(".json_tools")
-    return CallSyntax(tokenizer.tool_call_start, tokenizer.tool_call_end, tokenizer.tool_parser, plain)
+    """The model's own way to write calls, if its template shows one, or the generic one."""
+    return _syntaxes(tokenizer, _known_calls(tokenizer))[0]
+
+
+def _syntaxes(tokenizer: Any, known: CallFormat | None) -> tuple[CallSyntax, ...]:
+    """A model that is told of the generic way may still use its own."""
+    own = known.calls if known else ()
+    if has_tool_template(tokenizer):
+        return own
+    return (GENERIC_CALLS, *(calls for calls in own if calls.start != GENERIC_CALLS.start))
 
 
 def has_tool_template(tokenizer: Any) -> bool:
     """Whether the model's template renders tools, in a form whose calls can be read."""
-    return bool(getattr(tokenizer, "has_tool_calling", False))
+    if _known_calls(tokenizer) is None:
+        return False
+    template = _template(tokenizer)
+    return not template or re.search(r"\btools\b", template) is not None
 
 
-def _think_markers(tokenizer: Any) -> tuple[str, str] | None:
-    if getattr(tokenizer, "has_thinking", False):
-        return tokenizer.think_start, tokenizer.think_end
+def _known_calls(tokenizer: Any) -> CallFormat | None:
+    parser = getattr(tokenizer, "tool_parser", None)
+    name = parser.__module__.rpartition(".")[2] if parser is not None else None
+    return recognized(_template(tokenizer), _added(tokenizer), name)
+
+
+def _template(tokenizer: Any) -> str:
+    """The text of the chat template, of all of them if there are several; "" where it is a program."""
     template = getattr(tokenizer, "chat_template", None)
-    written = isinstance(template, str) and all(marker in template for marker in _THINK)
-    return _THINK if written else None
+    if isinstance(template, dict):
+        return "\n".join(str(text) for text in template.values())
+    return template if isinstance(template, str) else ""
 
 
-def _edges(tokenizer: Any, calls: CallSyntax | None) -> dict[State, tuple[Edge, ...]]:
-    own = getattr(tokenizer, "response_transitions", None) or {}
-    edges: dict[State, list[Edge]] = {}
-    for source, targets in own.items():
-        edges[_STATES[source]] = [Edge(marker, _STATES[to]) for marker, to in targets]
-    content = edges.setdefault("content", [])
-    content += [Edge(marker, "content") for marker in getattr(tokenizer, "structural_markers", None) or ()]
-    if think := _think_markers(tokenizer):
-        content.append(Edge(think[0], "reasoning"))
-        edges.setdefault("reasoning", []).append(Edge(think[1], "content"))
-    if calls is not None:
-        _add_calls(edges, calls, decided=any(to == "tool" for targets in own.values() for _, to in targets))
-    else:
-        edges = {source: [edge for edge in targets if edge.to != "call"] for source, targets in edges.items()}
-    return {source: tuple(targets) for source, targets in edges.items() if targets}
+def _added(tokenizer: Any) -> dict[str, int]:
+    added: dict[str, int] = tokenizer.get_added_vocab()
+    return added
 
 
-def _add_calls(edges: dict[State, list[Edge]], calls: CallSyntax, *, decided: bool) -> None:
-    """`decided`: the model's format says by itself where calls begin."""
-    begin = Edge(calls.start, "call")
-    if not decided:
-        edges["content"].append(begin)
-    if "reasoning" in edges:
-        edges["reasoning"].append(begin)
-    if calls.end:
-        edges["call"] = [Edge(calls.end, "content")]
+def _pair(pairs: Iterable[tuple[str, str]], template: str, added: dict[str, int]) -> tuple[str, str] | None:
+    """The pair of marks that the tokenizer has as tokens, or else the template as text."""
+    found = [pair for pair in pairs if all(_made_of(mark, added) for mark in pair)]
+    found += [pair for pair in pairs if all(mark in template for mark in pair)]
+    return found[0] if found else None
+
+
+_TOKEN = re.compile(r"<\|?[^<>]*\|?>|\[[^\[\]]*\]")
+
+
+def _made_of(mark: str, added: dict[str, int]) -> bool:
+    """Whether every token that a mark is written with is an added one."""
+    tokens = _TOKEN.findall(mark)
+    return bool(tokens) and all(token in added for token in tokens)
+
+
+class _Edges:
+    """Collects the edges of a format."""
+
+    def __init__(self, marks: Marks) -> None:
+        self.marks = marks
+        self._edges: dict[State, list[Edge]] = {"content": []}
+
+    def edges(self) -> dict[State, tuple[Edge, ...]]:
+        return {source: tuple(targets) for source, targets in self._edges.items() if targets}
+
+    def thought(self, begin: str, end: str) -> None:
+        begin = self.marks.write(begin)
+        # Where the marks are plain text, only an answer's beginning is a thought: the rest may speak of the mark.
+        self._edges["content"].append(Edge(begin, "reasoning", first=not is_token(begin)))
+        self._edges["reasoning"] = [Edge(self.marks.write(end), "content")]
+
+    def headers(self, headers: Headers) -> None:
+        self._edges["header"] = [Edge(self.marks.write(headers.end), "body")]
+        for begin in headers.begins:
+            for source in ("content", "reasoning"):
+                self._edges.setdefault(source, []).append(Edge(self.marks.write(begin), "header"))
+
+    def dropped(self, wrapper: tuple[str, str]) -> None:
+        for mark in wrapper:
+            self._edges["content"].append(Edge(self.marks.write(mark), "content"))
+
+    def calls(self, syntaxes: Sequence[CallSyntax]) -> None:
+        for syntax in syntaxes:
+            if syntax.start:
+                edge = Edge(self.marks.write(syntax.start), "call", syntax, first=syntax.bare)
+                for source in ("content",) if syntax.bare else tuple(self._edges):
+                    self._edges[source].append(edge)
 
 
 class ReadCalls(NamedTuple):
-    """The calls in a text, and what is left of it behind them."""
+    """The calls in a text, and how many of its characters come after them."""
 
     calls: list[ToolCall]
-    rest: str
+    rest: int
 
 
-def read_calls(text: str, form: AnswerFormat) -> ReadCalls | None:
-    """The calls that `text`, the inside of the call markers, stands for; None, with a warning, if it cannot be read."""
-    assert form.calls is not None
-    text, rest = _split_open_end(text) if not form.calls.end else (text, "")
-    try:
-        parsed = form.calls.parse(text, list(form.tools))
-    # The parsers are mlx-lm's, one for each family, and answer what a model garbled with all kinds of errors.
-    except Exception as error:
-        _warn(f"{type(error).__name__}: {error}")
-        return None
-    found = parsed if isinstance(parsed, list) else [parsed]
-    calls = [_call(item, form) for item in found]
+def read_calls(text: str, syntax: CallSyntax, form: AnswerFormat) -> ReadCalls:
+    """The calls in `text`, the inside of the call marks as marked text. Raises ValueError with a reason."""
+    found = syntax.read(text, form.marks, form.tools)
+    rest = len(text) - found.end
+    if syntax.ends and _ONE_BRACKET.fullmatch(text, found.end):
+        rest = 0
+    if syntax.ends and rest:
+        raise ValueError("more than calls in it")
+    calls = [_call(item, syntax, form) for item in found.calls]
     if not calls or None in calls:
-        _warn("no name and arguments in it")
-        return None
+        raise ValueError("no name and arguments in it")
     return ReadCalls([call for call in calls if call is not None], rest)
 
 
-def _warn(reason: str) -> None:
-    logger.warning("a tool call could not be read and is delivered as text (%s)", reason[:200])
+def warn_unreadable(reason: str) -> None:
+    logger.warning("could not read a tool call, delivering it as text (%s)", reason[:200])
 
 
-def _call(item: Any, form: AnswerFormat) -> ToolCall | None:
-    """A call from what a parser gave; None if it is none."""
-    if not isinstance(item, dict):
-        return None
-    name, arguments = item.get("name"), item.get("arguments", item.get("parameters", {}))
+def _call(item: dict[str, Any], syntax: CallSyntax, form: AnswerFormat) -> ToolCall | None:
+    """A call from what a syntax gave; None if it is none."""
+    name, arguments = item.get("name"), item.get("arguments")
     if isinstance(arguments, str):
         arguments = _loaded(arguments)
     if not (isinstance(name, str) and _NAME.fullmatch(name) and isinstance(arguments, dict)):
         return None
-    # Some parsers take any text for a call of this shape. A tool that nobody declared is the client's to refuse: the
-    # model can then be told.
-    if list(arguments) == ["raw"] and name not in tool_names(form.tools):
+    # Where marks say that it is a call, a tool that nobody declared is the client's to refuse: the model can be told.
+    if syntax.declared and name not in tool_names(form.tools):
         return None
     try:
         written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
@@ -211,7 +326,7 @@ def tool_names(tools: Sequence[dict[str, Any]]) -> list[str]:
 
 def _loaded(text: str) -> Any:
     try:
-        return json.loads(text or "{}")
+        return json.loads(text or "{}", strict=False)
     except (ValueError, RecursionError):
         return None
 
@@ -224,24 +339,6 @@ def _call_id(item: dict[str, Any], form: AnswerFormat) -> str:
 
 def new_call_id(form: AnswerFormat) -> str:
     """Mistral's templates take ids of nine letters and digits only."""
-    if form.calls is not None and form.calls.start == _MISTRAL:
+    if form.calls and form.calls[0].start == _MISTRAL:
         return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
     return f"call_{uuid.uuid4().hex[:24]}"
-
-
-def _split_open_end(text: str) -> tuple[str, str]:
-    """Calls that no marker ends (Mistral's), and what follows them: mlx-lm's parser would pass over it."""
-    decoder = json.JSONDecoder()
-    at = len(text) - len(text.lstrip())
-    headers = list(_MISTRAL_ARGUMENTS.finditer(text))
-    try:
-        if not headers:
-            _, end = decoder.raw_decode(text, at)
-            return text[:end], text[end:]
-        end = 0
-        for header in headers:
-            if header.start() >= end:  # else it stands inside the arguments before
-                _, end = decoder.raw_decode(text, header.end())
-    except (ValueError, RecursionError):
-        return text, ""
-    return text[:end], text[end:]

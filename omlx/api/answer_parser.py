@@ -1,6 +1,6 @@
 """Takes an answer apart while it is written: text, reasoning, tool calls.
 
-Nothing that the model wrote is lost: what cannot be read as a call is text. Left out are only the markers themselves
+Nothing that the model wrote is lost: what cannot be read as a call is text. Left out are only the marks themselves
 and white space beside them, which templates put there (around calls, around reasoning).
 """
 
@@ -8,10 +8,19 @@ import re
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
-from omlx.api.answer_format import AnswerFormat, Edge, State, new_call_id, read_calls
+from omlx.api.answer_format import AnswerFormat, Edge, State, new_call_id, read_calls, warn_unreadable
+from omlx.api.call_syntax import CallSyntax
 from omlx.api.events import CallArguments, CallEnd, CallStart, ToolCall
+from omlx.api.lenient_json import is_closed
+from omlx.api.marks import Marks
 from omlx.api.stop_strings import first_stop, overlap
 
+# A mark that is plain text is a quotation between two of one of these.
+_QUOTES = ("`", '"', "'")
+# As many characters of bare calls show whether they are calls.
+_LONGEST_HEAD = 200
+# What may stand between a message's beginning and calls.
+_ADDRESS = re.compile(r"\s*(to=\S+)?\s*")
 # What stands before the arguments of a call.
 _JSON_HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\]*)"\s*,\s*"arguments"\s*:\s*(?=\{)')
 
@@ -28,23 +37,41 @@ class Span(NamedTuple):
 Found = Span | CallStart | CallArguments | CallEnd
 
 
+class _OpenCalls:
+    """Calls that have begun: their text is at the beginning of the buffer."""
+
+    def __init__(self, syntax: CallSyntax, inside: int, header: int, stream: "_JsonCall | None") -> None:
+        self.syntax = syntax
+        self.inside = inside  # where the calls begin, after the mark
+        self.header = header  # characters of a message's header, which belongs to the calls
+        self.scanned = max(inside, header)  # up to here no end mark begins
+        self.stream = stream
+        self.passed: list[tuple[int, str]] = []  # end marks that were taken for a part of a value
+
+
 class AnswerParser:
-    """One choice, piece by piece. `stop` strings are looked for in its text only, not in reasoning or calls."""
+    """One choice, piece by piece. `stop` strings are looked for in its text only, not in reasoning or calls.
+
+    A mark that is a token of its own counts only as that token. One that is plain text does not count between two equal
+    quote marks. An end mark inside a value of a call belongs to the value.
+    """
 
     def __init__(self, form: AnswerFormat, stop: tuple[str, ...] = (), choice: int = 0) -> None:
         self.stopped_by: str | None = None
         self.calls = 0
+        self.incomplete = False  # the answer ended inside a call that was already handed out in part
         self._form = form
         self._stop = stop
         self._choice = choice
         self._state: State = form.start
-        self._buffer = ""  # may end with a part of a marker
-        self._held = ""  # text or reasoning: may be a part of a stop string, or white space beside a marker
-        self._raw = ""  # a call, or a header, from its marker on
-        self._at = 0  # characters of the answer before `_held`, which `_raw` and then `_buffer` follow
-        self._back: State = "content"  # what the call stands in
-        self._stream: _JsonCall | None = None  # a call that is handed on while it is written
-        self._fresh = form.start == "reasoning"  # a marker was just passed: newlines behind it belong to it
+        self._at = 0  # characters of the answer before `_held`, which `_buffer` follows
+        self._held = ""  # text or reasoning: may be a part of a stop string, or white space beside a mark
+        self._buffer = ""  # marked text: calls from their mark on, a header, or what may end with a part of a mark
+        self._before = ""  # the character before `_buffer`
+        self._back: State = "content"  # what the calls stand in
+        self._open: _OpenCalls | None = None
+        self._fresh = form.start == "reasoning"  # a mark was just passed: line breaks after it belong to it
+        self._begun = False  # text other than white space was found
         self._behind_call = False
         self._cut = False
 
@@ -58,75 +85,140 @@ class AnswerParser:
         """Whether the answer has come to its end, though the model may go on."""
         return self.stopped_by is not None or (self._form.one_call and self._behind_call and not self._cut)
 
-    def push(self, text: str) -> list[Found]:
-        """The next characters of the answer; what is certain by now."""
-        found: list[Found] = []
-        self._buffer += text
-        while not self.done and (edge := self._next_edge()) is not None:
-            before, _, self._buffer = self._buffer.partition(edge.marker)
-            found += self._take(before)
-            if not self.done:
-                found += self._cross(edge)
-        if not self.done:
-            keep = max((overlap(self._buffer, edge.marker) for edge in self._edges()), default=0)
-            cut = len(self._buffer) - keep
-            before, self._buffer = self._buffer[:cut], self._buffer[cut:]
-            found += self._take(before)
-        return found
+    def push(self, text: str, token: int | None = None) -> list[Found]:
+        """The next characters of the answer, which end with the text of `token`; returns what is certain by now."""
+        self._buffer += self._form.marks.push(text, token)
+        return self._advance(final=False)
 
     def finish(self, *, cut: bool) -> list[Found]:
         """The end of the answer; `cut`: at its token limit, not because the model was done."""
         if self.done:
             return []
         self._cut = cut  # a call that this ends is not the end that one call would be
-        rest, self._buffer = self._buffer, ""
-        found = self._take(rest)
-        if self._state == "call":
-            found += self._end_call("", complete=not cut)
-        elif self._state == "header":
-            found += self._as_text("content")
+        found = self._advance(final=True)
+        if self.done:
+            return found
         return found + self._release(all_of_it=True, space=not self._behind_call or bool(self._held.strip()))
 
-    # ---- markers
+    def _advance(self, *, final: bool) -> list[Found]:
+        found: list[Found] = []
+        while not self.done:
+            if self._state == "call":
+                step = self._in_calls(final=final)
+            elif self._state == "header":
+                step = self._in_header(final=final)
+            else:
+                step = self._in_text(final=final)
+            if step is None:
+                break
+            found += step
+        return found
+
+    # ---- marks
 
     def _edges(self) -> tuple[Edge, ...]:
         return self._form.edges.get(self._state, ())
 
-    def _next_edge(self) -> Edge | None:
-        """The marker that comes first; of two at one place the longer one."""
-        found = [(at, -len(edge.marker), edge) for edge in self._edges() if (at := self._buffer.find(edge.marker)) >= 0]
-        return min(found)[2] if found else None
+    def _next_edge(self, *, final: bool) -> tuple[int, Edge | None]:
+        """Where the next mark begins, of two at one place the longer one. Without one: up to where there is none."""
+        found = [(*self._find(edge, final=final), edge) for edge in self._edges()]
+        at, certain, edge = min(found, key=lambda item: (item[0], -len(item[2].marker)), default=(None, False, None))
+        return (len(self._buffer) if at is None else at), edge if certain else None
+
+    def _find(self, edge: Edge, *, final: bool) -> tuple[int, bool]:
+        """Where a mark begins, and whether that is certain; the end of the buffer, if it is not there."""
+        marker, buffer = edge.marker, self._buffer
+        at = buffer.find(marker)
+        while at >= 0 and self._may_begin(edge, at):
+            quote = self._quote(edge, at)
+            if not quote or (final and at + len(marker) == len(buffer)):
+                return at, True
+            if at + len(marker) == len(buffer):
+                return at, False
+            if buffer[at + len(marker)] != quote:
+                return at, True
+            at = buffer.find(marker, at + 1)
+        rest = len(buffer) - (0 if final else overlap(buffer, marker))
+        return (rest if self._may_begin(edge, rest) else len(buffer)), False
+
+    def _may_begin(self, edge: Edge, at: int) -> bool:
+        return not edge.first or not (self._begun or self._buffer[:at].strip())
+
+    def _quote(self, edge: Edge, at: int) -> str:
+        """The quote mark before a place where a mark may be a quotation."""
+        before = self._buffer[at - 1] if at else self._before
+        quotable = edge.quotable and not self._form.enforced and self._state != "header"
+        return before if quotable and before in _QUOTES else ""
+
+    def _drop(self, characters: int) -> None:
+        """Passes over what is held and the beginning of the buffer."""
+        self._at += len(self._held) + characters
+        self._held, self._buffer, self._before = "", self._buffer[characters:], ""
+
+    # ---- text, reasoning, headers
+
+    def _in_text(self, *, final: bool) -> list[Found] | None:
+        at, edge = self._next_edge(final=final)
+        if edge is None:
+            return self._take(at) if at else None
+        found = self._take(at) if at else []
+        return found if self.done else found + self._cross(edge)
 
     def _cross(self, edge: Edge) -> list[Found]:
-        if self._state == "call":
-            return self._end_call(edge.marker, complete=True)
-        # White space before a marker is kept only in case that the call is none.
-        found = self._release(all_of_it=True, space=False) if self._state != "header" else []
-        if self._state == "header" or edge.to != "call":
-            self._drop(len(self._raw))
-        if edge.to == "call":
-            self._back = "reasoning" if self._state == "reasoning" else "content"
-            self._raw = edge.marker
-            self._stream = self._new_stream()
+        """Over the mark that the buffer begins with."""
+        # White space before a mark is kept only in case that the call is none.
+        found = self._release(all_of_it=True, space=False)
+        if self.done:
+            return found
+        if edge.calls is not None:
+            self._open_calls(edge.calls, 0 if edge.calls.bare else len(edge.marker))
         else:
             self._drop(len(edge.marker))
-            self._fresh = edge.to != self._state
-        self._state = edge.to
+            self._enter(edge.to)  # type: ignore[arg-type]  # "body" is the end of a header
         return found
 
-    def _drop(self, more: int) -> None:
-        """Passes over what is held and `more` characters behind it."""
-        self._at += len(self._held) + more
-        self._held = self._raw = ""
+    def _enter(self, state: State) -> None:
+        self._fresh = state != self._state
+        self._state = state
 
-    # ---- text and reasoning
+    def _in_header(self, *, final: bool) -> list[Found] | None:
+        at, edge = self._next_edge(final=final)
+        if edge is not None:
+            return self._end_header(at, edge)
+        if not (final and self._buffer):
+            return None
+        text = self._form.marks.read(self._buffer)
+        headers = self._form.headers
+        if headers is None or any(mark in text for mark in (headers.end, *headers.begins)):
+            self._drop(len(self._buffer))
+        else:
+            self._state = "content"
+        return []
 
-    def _take(self, text: str) -> list[Found]:
-        if self._state in ("content", "reasoning"):
-            self._held += text
-            return self._release()
-        self._raw += text
-        return self._stream.push(self._raw) if self._stream is not None else []
+    def _end_header(self, at: int, edge: Edge) -> list[Found]:
+        headers = self._form.headers
+        assert headers is not None
+        if edge.calls is not None:
+            if not _ADDRESS.fullmatch(self._buffer, 0, at):
+                self._state = "content"  # no header after all
+                return []
+            self._drop(at)
+            self._open_calls(edge.calls, len(edge.marker))
+            return []
+        state = headers.state_of(self._form.marks.read(self._buffer[:at]))
+        if state == "call" and self._form.calls:
+            self._open_calls(self._form.calls[0], 0, at + len(edge.marker))
+            return []
+        self._drop(at + len(edge.marker))
+        self._enter("content" if state == "call" else state)
+        return []
+
+    def _take(self, characters: int) -> list[Found]:
+        text = self._form.marks.read(self._buffer[:characters])
+        self._before, self._buffer = text[-1:], self._buffer[characters:]
+        self._begun = self._begun or (self._state == "content" and bool(text.strip()))
+        self._held += text
+        return self._release()
 
     def _release(self, *, all_of_it: bool = False, space: bool | None = None) -> list[Found]:
         """What of the held text is certain; all, if nothing like it follows (`space`: with white space at its end)."""
@@ -156,36 +248,98 @@ class AnswerParser:
 
     # ---- calls
 
-    def _end_call(self, marker: str, *, complete: bool) -> list[Found]:
-        """The end of a call, or of the answer within one: then `marker` is "".
+    def _open_calls(self, syntax: CallSyntax, inside: int, header: int = 0) -> None:
+        self._back = "reasoning" if self._state == "reasoning" else "content"
+        self._state = "call"
+        stream = _JsonCall(inside, self._begin_call) if self._form.enforced and syntax.plain else None
+        self._open = _OpenCalls(syntax, inside, header, stream)
 
-        `complete`: what there is may be taken for the whole call.
-        """
-        calls = self._form.calls
+    def _in_calls(self, *, final: bool) -> list[Found] | None:
+        calls = self._open
         assert calls is not None
-        stream, self._stream = self._stream, None
-        if stream is not None and stream.begun:
-            return self._after_calls(marker, stream.finish())
-        inside = self._raw.removeprefix(calls.start)
-        read = read_calls(inside, self._form) if complete or not calls.end else None
-        if read is None:
-            self._raw += marker
-            return self._as_text(self._back)
-        found = self._after_calls(marker, [part for call in read.calls for part in self._whole(call)])
-        self._at -= len(read.rest)
-        self._held = read.rest
-        return found
+        found = calls.stream.push(self._buffer, self._form.marks) if calls.stream else []
+        while (end := self._next_end(calls)) is not None:
+            inside = self._buffer[calls.inside : end[0]]
+            if calls.syntax.ends_after(inside, self._form.marks, self._form.tools):
+                return found + self._close(*end)
+            calls.passed.append(end)
+            calls.scanned = end[0] + len(end[1])
+        if not calls.syntax.ends and not self._hopeful(calls):
+            return found + self._as_text(calls, len(calls.syntax.start) if calls.syntax.bare else calls.inside)
+        if final:
+            return found + self._finish_calls(calls)
+        return found or None
 
-    def _as_text(self, state: State) -> list[Found]:
-        """What was collected is no call."""
-        self._state = state
-        self._held += self._raw
-        self._raw = ""
-        return self._release()
+    def _next_end(self, calls: _OpenCalls) -> tuple[int, str] | None:
+        """Where the next end mark begins, and the mark."""
+        ends = [self._form.marks.write(end) for end in calls.syntax.ends]
+        found = [(at, end) for end in ends if (at := self._buffer.find(end, calls.scanned)) >= 0]
+        if not found:
+            longest = max((len(end) for end in ends), default=1)
+            calls.scanned = max(calls.scanned, len(self._buffer) - longest + 1)
+        return min(found, default=None)
 
-    def _after_calls(self, marker: str, found: list[Found]) -> list[Found]:
-        self._drop(len(self._raw) + len(marker))
-        self._state = self._back
+    def _hopeful(self, calls: _OpenCalls) -> bool:
+        return calls.syntax.hopeful(self._form.marks.read(self._buffer[calls.inside :][:_LONGEST_HEAD]))
+
+    def _close(self, at: int, mark: str) -> list[Found]:
+        """The end of calls at an end mark."""
+        calls = self._open
+        assert calls is not None
+        if calls.stream is not None and calls.stream.begun:
+            return self._after_calls(at + len(mark), calls.stream.finish())
+        try:
+            read = self._read(calls, at)
+        except ValueError as error:
+            warn_unreadable(str(error))
+            return self._as_text(calls, at + len(mark))
+        return self._after_calls(at + len(mark), read)
+
+    def _finish_calls(self, calls: _OpenCalls) -> list[Found]:
+        """The end of the answer inside calls."""
+        if calls.stream is not None and calls.stream.begun:
+            self.incomplete = not calls.stream.complete
+            return self._after_calls(len(self._buffer), calls.stream.finish())
+        for at, mark in calls.passed:
+            try:
+                return self._after_calls(at + len(mark), self._read(calls, at))
+            except ValueError:
+                continue
+        reason = "it is not complete"
+        if not (self._cut and calls.syntax.ends):
+            try:
+                return self._read_rest(calls)
+            except ValueError as error:
+                reason = str(error)
+        warn_unreadable(reason)
+        if calls.passed:
+            at, mark = calls.passed[0]
+            return self._as_text(calls, at + len(mark))
+        return self._as_text(calls, max(calls.inside, 1))
+
+    def _read(self, calls: _OpenCalls, end: int) -> list[Found]:
+        read = read_calls(self._buffer[calls.inside : end], calls.syntax, self._form)
+        return [part for call in read.calls for part in self._whole(call)]
+
+    def _read_rest(self, calls: _OpenCalls) -> list[Found]:
+        """Calls that the end of the answer ends; what follows them is text."""
+        read = read_calls(self._buffer[calls.inside :], calls.syntax, self._form)
+        end = len(self._buffer) - read.rest
+        if self._cut and not is_closed(self._buffer[calls.inside : end]):
+            raise ValueError("it is not complete")
+        return self._after_calls(end, [part for call in read.calls for part in self._whole(call)])
+
+    def _as_text(self, calls: _OpenCalls, characters: int) -> list[Found]:
+        """The first characters of what looked like calls are text."""
+        self._state, self._open = self._back, None
+        if calls.header:
+            self._drop(calls.header)
+            return []
+        return self._take(characters)
+
+    def _after_calls(self, characters: int, found: list[Found]) -> list[Found]:
+        self._drop(characters)
+        self._state, self._open = self._back, None
         self._behind_call = True
         return found
 
@@ -196,12 +350,6 @@ class AnswerParser:
     def _begin_call(self, name: str, call_id: str | None = None) -> CallStart:
         index, self.calls = self.calls, self.calls + 1
         return CallStart(index, call_id or new_call_id(self._form), name, self._choice)
-
-    def _new_stream(self) -> "_JsonCall | None":
-        calls = self._form.calls
-        if calls is None or not (self._form.enforced and calls.plain_json):
-            return None
-        return _JsonCall(len(calls.start), self._begin_call)
 
 
 class _JsonCall:
@@ -217,18 +365,22 @@ class _JsonCall:
     def begun(self) -> bool:
         return self._start is not None
 
-    def push(self, raw: str) -> list[Found]:
-        """`raw` is all of the call so far, with its marker."""
+    @property
+    def complete(self) -> bool:
+        return self._object.done
+
+    def push(self, marked: str, marks: Marks) -> list[Found]:
+        """`marked` is all of the call so far, with its mark."""
         found: list[Found] = []
         if self._start is None:
-            head = _JSON_HEAD.match(raw, self._read)
+            head = _JSON_HEAD.match(marked, self._read)
             if head is None:
                 return []
             self._start = self._begin(head[1])
             self._read = head.end()
             found.append(self._start)
-        fresh = self._object.push(raw[self._read :])
-        self._read = len(raw)
+        fresh = self._object.push(marks.read(marked[self._read :]))
+        self._read = len(marked)
         if fresh:
             found.append(CallArguments(self._start.index, fresh, self._start.choice))
         return found
@@ -242,15 +394,16 @@ class _JsonObject:
     """Finds where an object ends that comes in pieces."""
 
     def __init__(self) -> None:
+        self.done = False
         self._depth = 0
-        self._quoted = self._escaped = self._done = False
+        self._quoted = self._escaped = False
 
     def push(self, text: str) -> str:
         """The beginning of `text` that belongs to the object."""
-        if self._done:
+        if self.done:
             return ""
         end = next((at for at, char in enumerate(text, 1) if self._ends_with(char)), None)
-        self._done = end is not None
+        self.done = end is not None
         return text[:end]
 
     def _ends_with(self, char: str) -> bool:

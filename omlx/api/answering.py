@@ -164,7 +164,7 @@ class _ChoiceRun:
     def _events_of(self, delta: TextDelta) -> list[Piece]:
         self.generated = delta.generated_tokens
         self._tokens.add(delta)
-        found = self._parser.push(delta.text)
+        found = self._parser.push(delta.text, delta.token)
         if delta.finish_reason:
             found += self._parser.finish(cut=delta.finish_reason == "length")
         pieces = [self._piece(part) for part in found]
@@ -193,6 +193,8 @@ class _ChoiceRun:
     def _end(self, reason: str) -> ChoiceEnd:
         if reason not in ("stop", "length"):
             raise EngineError("the engine ended an answer without a reason")
+        if self._parser.incomplete:
+            reason = "length"
         if reason == "stop" and self._parser.calls:
             return ChoiceEnd("tool_calls", self._parser.stopped_by, self._index)
         return ChoiceEnd("stop" if reason == "stop" else "length", self._parser.stopped_by, self._index)

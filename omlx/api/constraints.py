@@ -10,7 +10,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from omlx.api.answer_format import GENERIC_CALLS, AnswerFormat, CallSyntax
+from omlx.api.answer_format import AnswerFormat
+from omlx.api.call_formats import GENERIC_CALLS
+from omlx.api.call_syntax import CallSyntax
 from omlx.api.chat import ChatPrompt, ChatRequest, OutputFormat, ToolChoice
 from omlx.errors import BadRequest
 from omlx.model import grammar as grammars
@@ -36,14 +38,14 @@ def constrained(asked: ChatRequest, form: AnswerFormat, tokenizer: Any) -> tuple
         return None, form
     choice, output = asked.tool_choice, asked.output_format
     must_call = choice.mode in ("required", "named")
-    may_call = form.calls is not None and (must_call or output is not None or choice.strict or bool(choice.allowed))
+    may_call = bool(form.calls) and (must_call or output is not None or choice.strict or bool(choice.allowed))
     if not may_call:
         return _of_output(output, form, tokenizer), form
-    if form.calls is None or not form.calls.plain_json:
+    if not form.calls[0].plain:
         if not (must_call or output is not None):
             return None, form  # calls of this form cannot be held to schemas or names
         form = form.with_calls(GENERIC_CALLS)
-    calls = form.calls or GENERIC_CALLS
+    calls = form.calls[0]
     grammar = _Grammar(tokenizer, form)
     call = grammar.calls(calls, form.tools, choice)
     if must_call:
@@ -59,7 +61,7 @@ def _of_output(output: OutputFormat | None, form: AnswerFormat, tokenizer: Any) 
     """The grammar of an answer that is nothing but JSON, perhaps behind reasoning."""
     if output is None:
         return None
-    if "reasoning" in form.edges:
+    if form.thought is not None:
         grammar = _Grammar(tokenizer, form)
         grammar.start(grammar.output(output))
         return GrammarSpec("lark", grammar.text())
@@ -90,8 +92,9 @@ class _Grammar:
         return "\n".join([self._start, *self._rules]) + "\n"
 
     def start(self, answer: str) -> None:
-        """`answer` is all there is, but for reasoning before it."""
-        self._start = f"start: {self._reasoning()}{answer}"
+        """`answer` is all there is, but for reasoning before it and what begins the text."""
+        opening = f"{self._marker(self._form.opening)} " if self._form.opening else ""
+        self._start = f"start: {self._reasoning()}{opening}{answer}"
 
     def output(self, output: OutputFormat) -> str:
         self._rules.append(f"output: {grammars.json_rule(_schema(output), strict=output.strict)}")
@@ -100,14 +103,14 @@ class _Grammar:
     def calls(self, syntax: CallSyntax, tools: Sequence[dict[str, Any]], choice: ToolChoice) -> str:
         """One call of those that may be called, or several."""
         self._add_bodies(tools, choice)
-        self._rules.append(f"call: {self._marker(syntax.start)} body {self._marker(syntax.end)}")
+        self._rules.append(f"call: {self._marker(syntax.start)} body {self._marker(syntax.ends[0])}")
         if choice.mode == "named" or not choice.parallel:
             return "call"
         return f"call (SPACE call){{0,{MOST_CALLS - 1}}}"
 
     def text_and(self, syntax: CallSyntax, choice: ToolChoice) -> str:
         """Text, in which calls may stand."""
-        self._rules.append(f"inside: body {self._marker(syntax.end)}")
+        self._rules.append(f"inside: body {self._marker(syntax.ends[0])}")
         begin = self._through(syntax.start, "begin")
         return f"({begin} inside)? TEXT" if not choice.parallel else f"({begin} inside)* TEXT"
 
@@ -129,14 +132,11 @@ class _Grammar:
     # ---- reasoning and marks
 
     def _reasoning(self) -> str:
-        ends = [edge.marker for edge in self._form.edges.get("reasoning", ()) if edge.to == "content"]
-        if not ends:
+        if self._form.thought is None:
             return ""
-        rest = f"{self._through(ends[0], 'thought')} SPACE "
-        if self._form.start == "reasoning":
-            return rest
-        begins = [edge.marker for edge in self._form.edges.get("content", ()) if edge.to == "reasoning"]
-        return f"({self._marker(begins[0])} {rest})? " if begins else ""
+        begin, end = self._form.thought
+        rest = f"{self._through(end, 'thought')} SPACE "
+        return rest if self._form.start == "reasoning" else f"({self._marker(begin)} {rest})? "
 
     def _through(self, marker: str, name: str) -> str:
         """Any text up to and with a marker."""

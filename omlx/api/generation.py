@@ -61,10 +61,10 @@ def _without_calls(engine: Engine, asked: ChatRequest) -> SamplingParams:
     """
     if asked.tool_choice.mode != "none" or not isinstance(asked.prompt, ChatPrompt) or not asked.prompt.tools:
         return asked.sampling
-    begin = engine.tokenizer.encode(call_syntax(engine.tokenizer).start, add_special_tokens=False)
-    if len(begin) != 1:
+    begin = engine.tokenizer.get_added_vocab().get(call_syntax(engine.tokenizer).start)
+    if begin is None:
         return asked.sampling
-    bias = dict(asked.sampling.logit_bias) | {begin[0]: _NEVER}
+    bias = dict(asked.sampling.logit_bias) | {begin: _NEVER}
     return replace(asked.sampling, logit_bias=tuple(sorted(bias.items())))
 
 

@@ -140,7 +140,7 @@ class TextDelta:
 
     `outputs` are the tokens whose text begins inside what has been sent by now, each once, without
     the end-of-text token that ends an answer; `offsets` are the characters of the answer before each.
-    `generated_tokens` counts every token so far.
+    `generated_tokens` counts every token so far. `token` is the last one, whose text ends `text`.
     """
 
     text: str
@@ -148,6 +148,7 @@ class TextDelta:
     finish_reason: Literal["stop", "length"] | None = None
     offsets: tuple[int, ...] = ()
     generated_tokens: int = 0
+    token: int | None = None
 
 
 class _Answer:
@@ -168,9 +169,9 @@ class _Answer:
         text = self.stream.push(output.token)
         if output.finish_reason != "stop" or output.token not in self._end_tokens:
             self._waiting.append((start, output))
-        return self._delta(text, output.finish_reason)
+        return self._delta(text, output.token, output.finish_reason)
 
-    def _delta(self, text: str, reason: Literal["stop", "length"] | None) -> TextDelta:
+    def _delta(self, text: str, token: int, reason: Literal["stop", "length"] | None) -> TextDelta:
         self._sent_chars += len(text)
         ready: list[tuple[int, TokenOutput]] = []
         while self._waiting and (reason or self._waiting[0][0] < self._sent_chars):
@@ -181,6 +182,7 @@ class _Answer:
             finish_reason=reason,
             offsets=tuple(start for start, _ in ready),
             generated_tokens=self._generated,
+            token=token,
         )
 
 

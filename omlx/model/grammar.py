@@ -120,7 +120,7 @@ class Grammars:
         if len(spec.text) > LARGEST_TEXT:
             raise BadRequest(f"the schema has {len(spec.text)} characters; at most {LARGEST_TEXT} are possible")
         try:
-            matcher = LLMatcher(self._known_tokens(), _written(spec), log_level=0, limits=_LIMITS)
+            matcher = LLMatcher(self._known_tokens(), self._lark(spec), log_level=0, limits=_LIMITS)
         except BadRequest:
             raise
         # A fault inside llguidance is no Exception, and fails this one request like an invalid grammar.
@@ -130,6 +130,17 @@ class Grammars:
             raise BadRequest(reason)
         self._keep(spec, matcher)
         return matcher
+
+    def _lark(self, spec: GrammarSpec) -> str:
+        """The grammar as Lark.
+
+        Where only one text is possible, llguidance allows only the tokens that its tokenizer makes of it. A text in
+        which an end token is spelled has to be possible without that token, since it would end the answer.
+        """
+        written = _written(spec)
+        ends = [self._tokenizer.decode([token]) for token in self._eos_token_ids]
+        spelled = [text for text in ends if text and (text in written or json.dumps(text)[1:-1] in written)]
+        return f'%llguidance {{"no_forcing": true}}\n{written}' if spelled else written
 
     def _tried(self, matcher: LLMatcher) -> str:
         """Why no answer can begin, "" if one can: some grammars are too complex from their first bracket on."""
@@ -179,11 +190,12 @@ class Constraint:
     """Holds one answer to its grammar: a logits processor, to be the last one. For the MLX thread.
 
     Tokens that may not come next get probability 0, so log-probabilities are those among the tokens that may. A
-    complete answer can only end. `error` is what made it impossible to go on, "" while all is well; what is
-    sampled after it has no form.
+    complete answer can only end, with one of `end_tokens`. `error` is what made it impossible to go on, "" while all is
+    well; what is sampled after it has no form.
     """
 
-    def __init__(self, grammar: GrammarMatcher, prompt_tokens: int) -> None:
+    def __init__(self, grammar: GrammarMatcher, prompt_tokens: int, end_tokens: Collection[int] = ()) -> None:
+        self._end_tokens = end_tokens
         self._matcher = grammar.deep_copy()
         self._seen = prompt_tokens
         self.error = ""
@@ -206,6 +218,9 @@ class Constraint:
         mask = np.zeros(width, bool)
         known = np.unpackbits(bits, bitorder="little", count=min(width, bits.size * 8))
         mask[: known.size] = known
+        if not self._matcher.is_accepting():
+            # Inside a string such a token would stand for its own text, but the engine would end the answer there.
+            mask[[token for token in self._end_tokens if token < width]] = False
         if self._matcher.is_error() or not mask.any():
             self.error = _one_line(self._matcher.get_error()) or "no token is possible"
             return None

@@ -1,19 +1,22 @@
 """Answers taken apart, whatever pieces they come in. The formats are those of mlx-lm's parsers."""
 
-import importlib
+import itertools
 import json
 import logging
 import pkgutil
 import random
+import sys
 
 import mlx_lm.tool_parsers
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from omlx.api.answer_format import GENERIC_CALLS, AnswerFormat, answer_format
+from omlx.api.answer_format import AnswerFormat, answer_format
 from omlx.api.answer_parser import AnswerParser, Span
+from omlx.api.call_formats import GENERIC_CALLS
 from omlx.api.events import CallArguments, CallEnd, CallStart
+from tests.small_tokenizers import with_marks
 
 TOOLS = [
     {
@@ -80,35 +83,21 @@ WRITTEN = {
     ],
 }
 WRITTEN["laguna"] = WRITTEN["glm47"]
-# Its regular expression ends at the first brace.
-UNREADABLE_BRACE = {"function_gemma"}
 
 
-class Markers:
-    """The part of mlx-lm's TokenizerWrapper that tells a model's markers."""
-
-    def __init__(self, parser: str | None = None, *, thinks: bool = False, template: str = "") -> None:
-        self.has_tool_calling = parser is not None
-        if parser is not None:
-            module = importlib.import_module(f"mlx_lm.tool_parsers.{parser}")
-            self.tool_call_start, self.tool_call_end = module.tool_call_start, module.tool_call_end
-            self.tool_parser = module.parse_tool_call
-        self.has_thinking = thinks
-        self.think_start, self.think_end = "<think>", "</think>"
-        self.structural_markers = ()
-        self.response_transitions: dict = {}
-        self.response_initial_state = None
-        self.chat_template = template
+def model(parser: str | None = None, *, thinks: bool = False, template: str = "", tokens=()):
+    """A tokenizer with a model's marks; those for thinking are tokens of their own."""
+    return with_marks(template, (*tokens, *(("<think>", "</think>") if thinks else ())), parser)
 
 
-JSON = answer_format(Markers("json_tools"), "", TOOLS)
-THINKING = answer_format(Markers("json_tools", thinks=True), "", TOOLS)
+JSON = answer_format(model("json_tools"), "", TOOLS)
+THINKING = answer_format(model("json_tools", thinks=True), "", TOOLS)
 CALL = WRITTEN["json_tools"][0]
 
 
 def parse(form: AnswerFormat, pieces, *, stop=(), cut=False):
     parser = AnswerParser(form, stop)
-    found = [part for piece in pieces for part in parser.push(piece)]
+    found = [part for piece in pieces for part in parser.push(*((piece,) if isinstance(piece, str) else piece))]
     return parser, found + parser.finish(cut=cut)
 
 
@@ -128,15 +117,38 @@ def summary(found):
     return [(item[0], json.loads(item[1])) if isinstance(item, list) else item for item in items]
 
 
-def in_every_way(form: AnswerFormat, text: str, *, stop=(), cut=False):
-    """What comes out, which must not depend on the pieces that went in."""
+def pieces_of(form: AnswerFormat, text: str, sizes, spell=None) -> list:
+    """`text` in pieces of these sizes; the marks that are tokens come whole, at the end of a piece.
+
+    A character that `spell` has becomes its text, which no mark's token is found in.
+    """
+    spell = spell or {}
+    ids = {mark: token for token, mark in form.marks.tokens.items()}
+    marks = sorted(ids, key=len, reverse=True)
+    pieces, plain = [], ""
+    while text:
+        mark = next((mark for mark in marks if text.startswith(mark)), None)
+        if mark is not None:
+            pieces.append((plain + mark, ids[mark]))
+            text, plain = text[len(mark) :], ""
+            continue
+        plain, text = plain + spell.get(text[0], text[0]), text[1:]
+        if len(plain) >= next(sizes):
+            pieces.append(plain)
+            plain = ""
+    return [*pieces, plain] if plain else pieces
+
+
+SIZES = (1, 1, 2, 3, 5, 9, 20, 20, 50, 50)
+
+
+def in_every_way(form: AnswerFormat, text: str, *, stop=(), cut=False, spell=None, sizes=SIZES):
+    """What comes out, which must not depend on the pieces that went in, of up to these `sizes`."""
     rng = random.Random(text)
-    whole = summary(parse(form, [text], stop=stop, cut=cut)[1])
-    for _ in range(20):
-        cuts = sorted(rng.sample(range(len(text)), min(len(text), rng.randrange(1, 9)))) if text else []
-        pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-        assert summary(parse(form, pieces, stop=stop, cut=cut)[1]) == whole
-    assert summary(parse(form, list(text), stop=stop, cut=cut)[1]) == whole
+    whole = summary(parse(form, pieces_of(form, text, itertools.repeat(sys.maxsize), spell), stop=stop, cut=cut)[1])
+    for most in sizes:
+        lengths = iter(lambda most=most: rng.randint(1, most), None)
+        assert summary(parse(form, pieces_of(form, text, lengths, spell), stop=stop, cut=cut)[1]) == whole
     return whole
 
 
@@ -147,30 +159,27 @@ def test_every_parser_of_mlx_lm_is_tried_here():
 
 @pytest.mark.parametrize("parser", sorted(WRITTEN))
 def test_a_call_is_read_and_nothing_around_it_is_lost(parser):
-    form = answer_format(Markers(parser), "", TOOLS)
+    form = answer_format(model(parser), "", TOOLS)
     name, arguments = WEATHER
-    if parser in UNREADABLE_BRACE:
-        arguments = arguments | {"city": "Köln"}
     for written in WRITTEN[parser]:
-        written = written.replace("Köln {x}", arguments["city"])
         assert in_every_way(form, written) == [(name, arguments)]
         assert in_every_way(form, f"I look.\n{written}") == [("text", "I look."), (name, arguments)]
         assert in_every_way(form, f"{written}\n\nDone.") == [(name, arguments), ("text", "\n\nDone.")]
-        if form.calls.end:
+        if form.calls[0].ends:
             between = in_every_way(form, f"a\n{written}\nand\n{written} b")
             assert between == [("text", "a"), (name, arguments), ("text", "\nand"), (name, arguments), ("text", " b")]
 
 
 @pytest.mark.parametrize("parser", sorted(WRITTEN))
 def test_a_call_that_is_cut_or_garbled_is_text(parser, caplog):
-    form = answer_format(Markers(parser), "", TOOLS)
+    form = answer_format(model(parser), "", TOOLS)
     for written in WRITTEN[parser]:
-        start, end = form.calls.start, form.calls.end
+        start, end = form.calls[0].start, (*form.calls[0].ends, "")[0]
         for garbled in (f"a {start}{{]nonsense{end} b", f"{start}{end}"):
-            with caplog.at_level(logging.WARNING, "omlx.api.answer_format"):
+            with caplog.at_level(logging.WARNING):
                 caplog.clear()
                 assert in_every_way(form, garbled) == [("text", garbled)], garbled
-                assert "could not be read" in caplog.text
+                assert "could not read a tool call" in caplog.text
         for at in range(len(start), len(written) - max(len(end), 1), 7):
             assert in_every_way(form, written[:at], cut=True) == [("text", written[:at])]
 
@@ -186,19 +195,19 @@ def test_calls_side_by_side_have_indices_and_ids():
 
 
 def test_several_calls_inside_one_pair_of_markers():
-    form = answer_format(Markers("pythonic"), "", TOOLS)
+    form = answer_format(model("pythonic"), "", TOOLS)
     text = '<|tool_call_start|>[get_weather(city="A"), now()]<|tool_call_end|>'
     assert in_every_way(form, text) == [("get_weather", {"city": "A"}), NOW]
-    form = answer_format(Markers("mistral"), "", TOOLS)
+    form = answer_format(model("mistral"), "", TOOLS)
     text = '[TOOL_CALLS]get_weather[ARGS]{"city": "a[ARGS]{}"}[TOOL_CALLS]now[ARGS]{} and so on'
     assert in_every_way(form, text) == [("get_weather", {"city": "a[ARGS]{}"}), NOW, ("text", " and so on")]
 
 
 def test_ids_are_such_as_the_template_takes():
-    _, found = parse(answer_format(Markers("mistral"), "", TOOLS), [WRITTEN["mistral"][0]])
+    _, found = parse(answer_format(model("mistral"), "", TOOLS), [WRITTEN["mistral"][0]])
     assert len(found[0].call_id) == 9
     assert found[0].call_id.isalnum()
-    _, found = parse(answer_format(Markers("kimi_k2"), "", TOOLS), WRITTEN["kimi_k2"])
+    _, found = parse(answer_format(model("kimi_k2"), "", TOOLS), WRITTEN["kimi_k2"])
     assert found[0].call_id == "functions.get_weather:0"
 
 
@@ -223,13 +232,13 @@ def test_a_tool_that_nobody_declared_is_the_clients_to_refuse():
 
 
 def test_without_tools_their_marks_are_text():
-    form = answer_format(Markers("json_tools", thinks=True), "", ())
+    form = answer_format(model("json_tools", thinks=True), "", ())
     assert in_every_way(form, f"a\n{CALL}\nb") == [("text", f"a\n{CALL}\nb")]
 
 
 def test_a_model_without_a_format_of_its_own_uses_the_generic_one():
-    form = answer_format(Markers(), "", TOOLS)
-    assert form.calls == GENERIC_CALLS
+    form = answer_format(model(), "", TOOLS)
+    assert form.calls == (GENERIC_CALLS,)
     assert in_every_way(form, f"ok\n{CALL}") == [("text", "ok"), WEATHER]
 
 
@@ -248,11 +257,11 @@ def test_reasoning_is_never_text():
 
 
 def test_a_prompt_may_have_opened_the_reasoning():
-    form = answer_format(Markers("json_tools", thinks=True), "<|assistant|><think>\n", TOOLS)
+    form = answer_format(model("json_tools", thinks=True), "<|assistant|><think>\n", TOOLS)
     assert in_every_way(form, "hm\n</think>\n\n42") == [("reasoning", "hm"), ("text", "42")]
-    form = answer_format(Markers("json_tools", thinks=True), "<think>\n\n</think>\n\n", TOOLS)
+    form = answer_format(model("json_tools", thinks=True), "<think>\n\n</think>\n\n", TOOLS)
     assert in_every_way(form, "42") == [("text", "42")]
-    form = answer_format(Markers(template="{% if x %}<think>\n</think>{% endif %}"), "a<think>", ())
+    form = answer_format(model(template="{% if x %}<think>\n</think>{% endif %}"), "a<think>", ())
     assert in_every_way(form, "b</think>c") == [("reasoning", "b"), ("text", "c")]
 
 
@@ -264,15 +273,7 @@ def test_a_call_may_stand_in_the_reasoning():
 
 
 def test_a_format_of_headers_and_several_messages():
-    markers = Markers("muse_spark")
-    markers.response_initial_state = "header"
-    markers.response_transitions = {
-        "header": [("to=self<|message|>", "reasoning"), ("to=user<|message|>", "normal"),
-                   ("<atem:function_calls>", "tool")],
-        "reasoning": [("<|eom|>", "header")],
-        "normal": [("<|eom|>", "header"), ("<|eot|>", "normal")],
-    }  # fmt: skip
-    form = answer_format(markers, "", TOOLS)
+    form = answer_format(model("muse_spark", tokens=("<|message|>", "<|eom|>", "<|eot|>")), "", TOOLS)
     text = f" to=self<|message|>hm<|eom|>x to=user<|message|>hi<|eom|> {WRITTEN['muse_spark'][0]}"
     assert in_every_way(form, text) == [("reasoning", "hm"), ("text", "hi"), WEATHER]
     assert in_every_way(form, "neither") == [("text", "neither")]
@@ -335,7 +336,7 @@ def test_spans_tell_where_their_text_stands():
 
 
 def test_an_enforced_call_is_handed_on_while_it_is_written():
-    form = answer_format(Markers("json_tools"), "", TOOLS, enforced=True)
+    form = answer_format(model("json_tools"), "", TOOLS, enforced=True)
     text = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "a}\\"]", "days": [{}, 1]}}\n</tool_call>'
     parser = AnswerParser(form)
     pieces = [part for char in text for part in parser.push(char)]

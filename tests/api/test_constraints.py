@@ -1,11 +1,11 @@
 """Grammars that answers are held to, on llguidance itself: what they let through, and whether that can be read."""
 
+import itertools
 import random
 
 import llguidance
 import pytest
 from llguidance import hf
-from mlx_lm.tool_parsers import minicpm5
 
 from omlx.api.answer_format import answer_format
 from omlx.api.answer_parser import AnswerParser
@@ -14,8 +14,8 @@ from omlx.api.constraints import MOST_CALLS, constrained
 from omlx.api.events import CallStart
 from omlx.model.grammar import json_schema
 from omlx.request import GrammarSpec, SamplingParams
-from tests.api.test_answer_parser import in_every_way
-from tests.small_tokenizers import with_tools
+from tests.api.test_answer_parser import in_every_way, pieces_of
+from tests.small_tokenizers import with_marks, with_tools
 
 WEATHER = {
     "type": "function",
@@ -174,8 +174,7 @@ def test_a_model_may_think_first(thinker, end):
 
 def test_other_forms_of_calls_are_left_to_the_model_or_replaced():
     model = Model()
-    model.tokenizer._tool_call_start, model.tokenizer._tool_call_end = "<function name=", "</function>"
-    model.tokenizer._tool_parser = minicpm5.parse_tool_call
+    model.tokenizer = with_marks("{{ tools }}", parser="minicpm5")
     assert model.constrained("auto", strict=True)[0] is None
     spec, form = model.constrained("required")
     assert model.takes(spec, CALL)
@@ -191,7 +190,9 @@ def test_whatever_is_sampled_can_be_read_and_is_valid(model, thinker, seed):
             assert tokenizer is thinker
             continue
         parser = AnswerParser(form)
-        found = parser.push(text) + parser.finish(cut=False)
+        pieces = pieces_of(form, text, itertools.repeat(7))
+        found = [part for piece in pieces for part in parser.push(*((piece,) if isinstance(piece, str) else piece))]
+        found += parser.finish(cut=False)
         names = [part.name for part in found if isinstance(part, CallStart)]
         assert names
         assert set(names) <= {"get_weather", "now"}

@@ -9,17 +9,23 @@ from pathlib import Path
 
 from mlx_lm.sample_utils import greedy_sampler
 
+from omlx.api.answer_format import answer_format
 from omlx.cache.layer_layout import CacheLayout
 from omlx.errors import ModelError
 from omlx.model.decode_batch import DecodeBatch, DecodeOutput, DecodeRow
 from omlx.model.runner import TextRunner
 from tests.dict_store import DictStore
 from tests.families import zoo
+from tests.families.answers import FAMILIES
 from tests.families.test_families import B, ask, cold, prompt
 from tests.tiny import Bench
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "MODELS.md"
-HEAD = "| family | its layers keep | stored | a match may end | equal to the last bit | decoded | `--kv-bits` |"
+HEAD = (
+    "| family | its layers keep | stored | a match may end | equal to the last bit | decoded | `--kv-bits` "
+    "| reasoning | tools |"
+)
+TOOLS = [{"type": "function", "function": {"name": "now", "parameters": {}}}]
 _LENGTHS = (1, B, B + 2, zoo.WINDOW + 2, 2 * zoo.WINDOW + B + 1)
 _KEPT = {"full": "all tokens", "window": "a window", "chunk": "a chunk", "state": "a recurrent state"}
 
@@ -40,7 +46,15 @@ def row(family: str) -> str:
     layout = runner.layout
     assert isinstance(layout, CacheLayout)
     cells = [f"`{family}`", kept(layout), stored(runner), ends(runner), exact(family, runner), decoded(runner)]
-    return "| " + " | ".join([*cells, quantised(family)]) + " |"
+    return "| " + " | ".join([*cells, quantised(family), *marks(family)]) + " |"
+
+
+def marks(family: str) -> tuple[str, str]:
+    """What surrounds reasoning, and what begins calls, in the answer that tests/families/answers.py has."""
+    form = answer_format(FAMILIES[family].tokenizer(), "", TOOLS)
+    begins = ", ".join(f"`{calls.start or 'to=functions.'}`" for calls in form.calls)
+    thought = f"`{form.thought[0]}`" if form.thought else "none"
+    return thought.replace("|", r"\|"), begins.replace("|", r"\|")
 
 
 def kept(layout: CacheLayout) -> str:

@@ -20,6 +20,7 @@ from omlx.model.loader import load
 from omlx.model.runner import TextRunner
 from omlx.request import GrammarSpec, Request, RequestState
 from tests.dict_store import DictStore
+from tests.small_tokenizers import with_marks
 from tests.tiny import Bench
 
 POINT = {
@@ -306,6 +307,20 @@ async def test_a_token_that_may_not_come_fails_the_request_alone(loaded, grammar
     constraint = Constraint(await grammars.compile(grammar.json_object()), 1)
     constraint(mx.array([5, ord("}")]), mx.zeros((1, loaded.vocab_size)))
     assert constraint.error
+
+
+@pytest.mark.parametrize("mark", ["[END]", "<|im_end|>", "<｜end▁of▁sentence｜>"])
+async def test_a_token_that_ends_the_answer_never_comes_inside_it(mark):
+    tokenizer = with_marks("", [mark])
+    end = tokenizer.get_added_vocab()[mark]
+    grammars = Grammars(tokenizer, len(tokenizer), {end})
+    compiled = await grammars.compile(grammar.json_schema({"const": f"a{mark}"}, strict=True))
+    constraint = Constraint(compiled, 0, frozenset({end}))
+    answer = [token for char in f'"a{mark}"' for token in tokenizer.encode(char)]
+    for length in range(len(answer) + 1):
+        row = constraint(mx.array(answer[:length], dtype=mx.int32), mx.zeros((1, len(tokenizer))))[0]
+        assert (row[end].item() == 0) is (length == len(answer))
+        assert length == len(answer) or row[answer[length]].item() == 0
 
 
 async def test_a_tokenizer_without_a_fast_form_or_an_end_is_refused(loaded):
