@@ -23,6 +23,7 @@ class DictStore(CacheManager):
 
     def save_block(self, block_hash: bytes, data: Any, token_count: int, **kinds: Any) -> bool:
         kinds.pop("group", None)
+        kinds.pop("place", None)
         if not kinds.pop("replace", False) and block_hash in self.blocks:
             return True
         self.saves += 1

@@ -4,17 +4,29 @@ from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import mlx.core as mx
 
 from omlx.storage.bookkeeping import Gone
 from omlx.storage.tensor_file import BlockBuffer, BlockMeta, TensorSpec
 
-__all__ = ["BlockData", "BlockMeta", "CacheManager", "Gone", "ReadTarget", "StoreStats", "Tier"]
+__all__ = ["BlockData", "BlockMeta", "CacheManager", "ChainPlace", "Gone", "ReadTarget", "StoreStats", "Tier"]
 
 Tier = Literal["ram", "writing", "ssd"]
 BlockData = BlockBuffer | Sequence[Sequence[mx.array]]
+
+
+class ChainPlace(NamedTuple):
+    """Where a block stands in what one request stores: bytes up to its end, and of all of it as far as that is known.
+
+    `payload` is what counts in RAM, `file` what counts on disk.
+    """
+
+    payload: int
+    file: int
+    total_payload: int
+    total_file: int
 
 
 class ReadTarget(Protocol):
@@ -40,7 +52,8 @@ class StoreStats:
     """What a store did since it was opened, and what it holds now. Sizes are bytes.
 
     `restores`: blocks from files that went back into RAM. `saves`: new blocks kept in any tier;
-    `declined`: too large for every tier. `damaged`: files that were not what they should be.
+    `declined`: kept in no tier, because they or all blocks of their request exceed its
+    limit. `damaged`: files that were not what they should be.
     `dropped_writes`: blocks that left RAM before their file could be queued. `expired_*`: blocks that
     were not used for too long. `files_written` and `bytes_written`: what was really written, failed tries
     apart. `unsaved_bytes`: what only RAM has and still is to be written. `ram_bytes` and `ssd_bytes` are
@@ -98,13 +111,16 @@ class CacheManager(ABC):
         numerics: str = "",
         group: Hashable | None = None,
         replace: bool = False,
+        place: ChainPlace | None = None,
     ) -> bool:
         """Keeps a block; it is readable when this returns. True if it is kept in some tier.
 
         `block_hash` has 1 to 64 bytes (else ValueError). `data` is one tuple of arrays a layer, or a buffer
         that nobody changes from now on. A block that is known already is left as it is, only put back into
         RAM and marked as used; `replace` drops the known one first. `group` (a request) leaves RAM together,
-        oldest group first and its last blocks first; None is a group of its own.
+        oldest group first and its last blocks first; None is a group of its own. A request that exceeds a tier's
+        limit as a whole (`place`) gets half of the tier, for its first blocks: more would evict what others can
+        use, and then be evicted itself.
         """
 
     @abstractmethod
@@ -202,6 +218,11 @@ class CacheManager(ABC):
         """`unpin` of many blocks."""
         for block_hash in hashes:
             self.unpin(block_hash)
+
+    def declines(self, place: ChainPlace) -> bool:
+        """Whether no tier takes a block there, because its request is larger than the cache."""
+        del place
+        return False
 
     def contains(self, block_hash: bytes) -> bool:
         return self.tier_of(block_hash) is not None

@@ -14,7 +14,7 @@ from typing import Literal
 import mlx.core as mx
 
 from omlx.arrays import pack, unpack
-from omlx.cache.interface import BlockData, CacheManager, Gone, ReadTarget, StoreStats, Tier
+from omlx.cache.interface import BlockData, CacheManager, ChainPlace, Gone, ReadTarget, StoreStats, Tier
 from omlx.sizes import format_size
 from omlx.storage.block_ledger import PutResult
 from omlx.storage.bookkeeping import Key
@@ -94,7 +94,7 @@ class PagedSSDCacheManager(CacheManager):
         name = f"ram-{next(_ram_names)}"
         self._lock = threading.Lock()
         self._counts = StoreStats()
-        self._said_declined = False
+        self._said_declined = self._said_too_long = False
         self._closed = False
         self._disk: DiskStore | None = None
         self._folder = ""
@@ -130,13 +130,14 @@ class PagedSSDCacheManager(CacheManager):
         numerics: str = "",
         group: Hashable | None = None,
         replace: bool = False,
+        place: ChainPlace | None = None,
     ) -> bool:
         check_hash(block_hash)
         self._expire_ram()
         group = object() if group is None else group
         if replace:
             self.delete_block(block_hash)
-        elif self._is_kept(block_hash):
+        elif self._is_kept(block_hash, place):
             self._mark_used(block_hash)
             return True
         block = data if isinstance(data, BlockBuffer) else pack(data)
@@ -145,7 +146,7 @@ class PagedSSDCacheManager(CacheManager):
             block_hash, token_count, parent, tokens, start, exact_tokens, cuts=tuple(cuts), numerics=numerics
         )
         meta = with_size(block.specs, meta._replace(tokens=tokens if meta.tokens is None else meta.tokens))
-        kept = self._keep(block, meta, group)
+        kept = self._keep(block, meta, group, place)
         if known is not None:
             self._mark_used(block_hash)
             self._count(restores=self._hot.get(block_hash) is not None)
@@ -153,14 +154,15 @@ class PagedSSDCacheManager(CacheManager):
             self._count(saves=1)
         return kept
 
-    def _is_kept(self, block_hash: bytes) -> bool:
+    def _is_kept(self, block_hash: bytes, place: ChainPlace | None) -> bool:
         """Whether nothing is left to do for a block: it is in every tier that is on, or on its way there."""
         block, meta = self._hot.get(block_hash), self._hot.meta(block_hash)
         if self._disk is None:
             return block is not None
         if block is None or meta is None:
             return not self.keeps_ram and self._disk.blocks.state((self._folder, block_hash)) is not None
-        self._give_file(block, meta)  # again, if the first write failed or the file was lost
+        if self._may_have_file(place):
+            self._give_file(block, meta)  # again, if the first write failed or the file was lost
         return True
 
     def _give_file(self, block: BlockBuffer, meta: BlockMeta) -> None:
@@ -176,14 +178,39 @@ class PagedSSDCacheManager(CacheManager):
             return False
         return self._disk.blocks.fits(meta.file_size)
 
-    def _keep(self, block: BlockBuffer, meta: BlockMeta, group: Hashable) -> bool:
+    def _may_have_file(self, place: ChainPlace | None) -> bool:
+        if self._disk is None:
+            return False
+        return place is None or self._disk.blocks.has_share(place.file, place.total_file)
+
+    def _may_be_in_ram(self, place: ChainPlace | None) -> bool:
+        return place is None or self._hot.tier.has_share(place.payload, place.total_payload)
+
+    def declines(self, place: ChainPlace) -> bool:
+        return not self._may_have_file(place) and not self._may_be_in_ram(place)
+
+    def _keep(self, block: BlockBuffer, meta: BlockMeta, group: Hashable, place: ChainPlace | None) -> bool:
+        if place is not None and self.declines(place):
+            self._say_too_long(place)
+            return False
+        may_have_file = self._may_have_file(place)
         if self._writes_back:
-            block.unsaved = self._wants_file(meta)
-        in_ram = self._to_ram(block, meta, group, keep_parent=self._disk is None)
-        on_disk = not (self._writes_back and in_ram) and self._to_disk(block, meta, in_ram=in_ram)
+            block.unsaved = may_have_file and self._wants_file(meta)
+        in_ram = self._may_be_in_ram(place) and self._to_ram(block, meta, group, keep_parent=self._disk is None)
+        on_disk = may_have_file and not (self._writes_back and in_ram) and self._to_disk(block, meta, in_ram=in_ram)
         if self._disk is None or not self._disk.blocks.fits(meta.file_size):
             self._say_too_large(meta, lost=not in_ram and block.nbytes > self._hot.tier.max_bytes)
         return in_ram or on_disk
+
+    def _say_too_long(self, place: ChainPlace) -> None:
+        """Counts a block that is not kept because its request exceeds every tier, and says so once."""
+        self._count(declined=1)
+        if not self._said_too_long:
+            self._said_too_long = True
+            log.warning(
+                "a request of %s exceeds the cache's limits: only its beginning is cached, in at most half of the "
+                "cache, so that other prompts stay cached", format_size(place.total_file),
+            )  # fmt: skip
 
     def _say_too_large(self, meta: BlockMeta, *, lost: bool) -> None:
         """Counts a block that no tier can take, and says once of what size blocks get no file."""

@@ -17,7 +17,7 @@ from omlx.cache.block import TOKEN_BYTES, block_hash, pack_tokens, slice_tokens
 from omlx.cache.companions import Companion, WindowStages, companion_names, companions_of, state_name, window_name
 from omlx.cache.conversation import Conversation, Forgotten, forget
 from omlx.cache.grid import ExactMode, PrefillGrid
-from omlx.cache.interface import BlockMeta, CacheManager, ReadTarget
+from omlx.cache.interface import BlockMeta, CacheManager, ChainPlace, ReadTarget
 from omlx.cache.layer_state import KVSlabs, extract, held_windows, snapshot
 from omlx.cache.paged_cache import PagedCacheManager
 from omlx.cache.prefix_search import (
@@ -35,7 +35,7 @@ from omlx.cache.probe import BlockState, MatchEnd, PrefixProbe
 from omlx.cache.reading import BlockRead, BlockReaders, RestoreTooSlow, Worth
 from omlx.metrics import RestoreTime
 from omlx.request import ImageStart
-from omlx.storage.tensor_file import BlockBuffer
+from omlx.storage.tensor_file import BlockBuffer, with_size
 
 __all__ = [
     "SNAPSHOT_BYTES_PER_TOKEN", "BlockAwarePrefixCache", "CacheIdentity", "PrefixCache", "PrefixMatch", "Restored",
@@ -130,6 +130,7 @@ class BlockAwarePrefixCache:
         self._slabs = ArrayPool(_IDLE_SLAB_BYTES)
         self._readers = BlockReaders()
         self._snapshot_every = self._snapshot_step(snapshot_bytes_per_token)
+        self._bytes_per_block = (0, 0) if identity is None else self._stored_bytes(identity)
 
     def _snapshot_step(self, bytes_per_token: int) -> int:
         """Tokens between two snapshots of recurrent states, a multiple of the block size; 0 if there are none."""
@@ -137,6 +138,19 @@ class BlockAwarePrefixCache:
             return 0
         blocks = self._identity.layout.state_bytes / max(1, bytes_per_token) / self.block_size
         return max(1, math.ceil(blocks)) * self.block_size
+
+    def _stored_bytes(self, identity: CacheIdentity) -> tuple[int, int]:
+        """What a full block and all beside it take on average: payload, and files."""
+        layout, size = identity.layout, self.block_size
+        meta = BlockMeta(bytes(32), size, bytes(32), bytes(size * TOKEN_BYTES), numerics=identity.numerics)
+        parts = [layout.specs(size), *(group.specs(size) for group in layout.windows)]
+        payload = sum(spec.nbytes for specs in parts for spec in specs)
+        file = sum(with_size(specs, meta).file_size for specs in parts)
+        if layout.states:
+            blocks = self._snapshot_every // size
+            payload += layout.state_bytes // blocks
+            file += with_size(layout.state_specs, meta).file_size // blocks
+        return payload, file
 
     @property
     def _who(self) -> CacheIdentity:
@@ -228,6 +242,7 @@ class BlockAwarePrefixCache:
             end = MatchEnd(
                 self._store, self._who, self.block_size, salt, parent, start, cached - start,
                 slice_tokens(packed, start, limit), self._search.usable, partial(_names, sought),
+                self._store.declines(self._place_in(start // self.block_size, len(prompt))),
             )  # fmt: skip
             miss = end.first_miss()
         return PrefixProbe(tuple(self._states(sought, found)), cached, miss)
@@ -379,7 +394,8 @@ class BlockAwarePrefixCache:
             self._hold(request_id, last)
         if self._who.layout.states and (ends or self._is_snapshot_place(run)):
             snap = partial(snapshot, self._who.layout, caches)
-            self._save_companion(run, last, state_name(last), len(tokens), snap)
+            index = (len(tokens) - 1) // self.block_size
+            self._save_companion(run, index, last, state_name(last), len(tokens), snap)
 
     def _promote(self, run: "_Run") -> None:
         """Puts what was read from files back into RAM; companions in the background: caches hold them no longer."""
@@ -441,13 +457,23 @@ class BlockAwarePrefixCache:
                 numerics=self._who.numerics,
                 group=run.request_id,
                 replace=stale,
+                place=self._place(run, index),
             )
             if not saved:
                 return
         self._hold(run.request_id, name)
         for group, first, tokens in beside if not worse else ():
-            self._save_companion(run, name, window_name(name, group), first, partial(_given, tokens))
+            self._save_companion(run, index, name, window_name(name, group), first, partial(_given, tokens))
         self._drop_covered(run, name, self._packed(run, index))
+
+    def _place(self, run: "_Run", index: int) -> ChainPlace:
+        """Where block `index` ends in what the request stores: its prompt, and its answer so far."""
+        return self._place_in(index, max(len(run.tokens), run.chain.sought.limit + 1))
+
+    def _place_in(self, index: int, tokens: int) -> ChainPlace:
+        payload, file = self._bytes_per_block
+        size = self.block_size
+        return ChainPlace((index + 1) * payload, (index + 1) * file, tokens * payload // size, tokens * file // size)
 
     def _as_good(self, known: BlockMeta, exact: int, cuts: tuple[int, ...]) -> bool:
         """Whether what is known of a stored block is true of this state as well: the store keeps the one for the other.
@@ -464,9 +490,9 @@ class BlockAwarePrefixCache:
         return self._store.keeps_ram and self._store.tier_of(name) == "ssd"
 
     def _save_companion(
-        self, run: "_Run", block: bytes, name: bytes, start: int, data: Callable[[], BlockBuffer]
+        self, run: "_Run", index: int, block: bytes, name: bytes, start: int, data: Callable[[], BlockBuffer]
     ) -> None:
-        """Saves what goes from position `start` to the block's end, unless the store has it at least as good."""
+        """Saves what goes from position `start` to block `index`'s end, unless the store has it at least as good."""
         if self._store.get_meta(block) is None:
             return  # it fitted no tier
         known = self._store.get_meta(name)
@@ -474,7 +500,7 @@ class BlockAwarePrefixCache:
         if known is None or worse or (known.start == start and self._lacks_ram(name)):
             saved = self._store.save_block(
                 name, data(), 0, parent=companions_of(block), start=start, numerics=self._who.numerics,
-                group=run.request_id, replace=worse,
+                group=run.request_id, replace=worse, place=self._place(run, index),
             )  # fmt: skip
             if not saved:
                 return

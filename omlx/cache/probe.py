@@ -60,8 +60,8 @@ class MatchEnd:
     """Where a match ended: behind `taken` tokens of the block at `start`, whose parent is stored.
 
     `wanted` are the prompt's packed tokens from `start` on, without its last. `usable` says whether a block's
-    numerics allow its use, `names` what a block may be called by its parent, position and tokens. Changes nothing in
-    the store.
+    numerics allow its use, `names` what a block may be called by its parent, position and tokens; with `declined` the
+    store takes no block there. Changes nothing in the store.
     """
 
     store: CacheManager
@@ -74,6 +74,7 @@ class MatchEnd:
     wanted: bytes
     usable: Callable[[BlockMeta], bool]
     names: Callable[[bytes, int, bytes], Sequence[bytes]]
+    declined: bool
 
     def first_miss(self) -> FirstMiss:
         """Where and why, as far as it can be known: what was given up is remembered in memory, and not for ever."""
@@ -95,6 +96,8 @@ class MatchEnd:
         return FirstMiss(self.start + self.taken, reason, differs_at)
 
     def _of_stored(self, near: _Near | None) -> FirstMiss:
+        if self.declined and (near is None or near.shared == near.meta.token_count < self.block_size):
+            return self._miss("larger than the cache")
         if near is None:
             return self._miss(
                 "never stored" + (f": the nearest cached prompt ends at token {self.start}" if self.start else "")

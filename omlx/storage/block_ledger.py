@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from omlx.storage.block_table import BlockTable, Change, Entry, Packed, Pending, Row, WriteFile
-from omlx.storage.bookkeeping import Gone, GoneBlocks, Key, Pins
+from omlx.storage.bookkeeping import SHARE_OF_TOO_LARGE, Gone, GoneBlocks, Key, Pins
 from omlx.storage.eviction import EvictionOrder
 from omlx.storage.folder import block_path
 from omlx.storage.siblings import FEW, FamilyIndex
@@ -214,6 +214,11 @@ class BlockLedger:
         """Whether a file of that size may be kept at all."""
         with self._lock:
             return not self._closed and nbytes <= self._limit()
+
+    def has_share(self, upto: int, total: int) -> bool:
+        """Whether a request that stores `total` bytes of files may store the first `upto`: see `HotTier.has_share`."""
+        with self._lock:
+            return total <= self._limit() or upto <= self._limit() * SHARE_OF_TOO_LARGE
 
     # ---- keeping blocks
 

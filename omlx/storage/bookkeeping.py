@@ -9,6 +9,9 @@ from omlx.storage.tensor_file import BlockMeta
 
 Key = tuple[str, bytes]  # a name space (a store's name, a model's folder) and a block hash
 
+# What a request gets of a tier that all its blocks together do not fit into.
+SHARE_OF_TOO_LARGE = 0.5
+
 
 class ChildMap:
     """Which blocks follow a block. Most have one child, so one is kept without a container."""

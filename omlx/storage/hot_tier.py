@@ -6,7 +6,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from omlx.storage.bookkeeping import ChildMap, Gone, GoneBlocks, Key, Pins
+from omlx.storage.bookkeeping import SHARE_OF_TOO_LARGE, ChildMap, Gone, GoneBlocks, Key, Pins
 from omlx.storage.siblings import FEW, Siblings
 from omlx.storage.tensor_file import BlockBuffer, BlockMeta, WholeBlock
 
@@ -89,6 +89,13 @@ class HotTier:
             self._count(key, held, 1)
             self._last_used[key[0]] = held.used
             return True
+
+    def has_share(self, upto: int, total: int) -> bool:
+        """Whether a request that stores `total` bytes may have its first `upto` here.
+
+        All of them if they fit; else half of the tier, so that it leaves something to others.
+        """
+        return total <= self.max_bytes or upto <= self.max_bytes * SHARE_OF_TOO_LARGE
 
     def get(self, key: Key) -> BlockBuffer | None:
         with self._lock:

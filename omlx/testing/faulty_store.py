@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 import mlx.core as mx
 
-from omlx.cache.interface import BlockData, BlockMeta, CacheManager, Gone, ReadTarget, StoreStats, Tier
+from omlx.cache.interface import BlockData, BlockMeta, CacheManager, ChainPlace, Gone, ReadTarget, StoreStats, Tier
 from omlx.cache.paged_ssd_cache import FileUse, PagedSSDCacheManager
 from omlx.storage.tensor_file import TensorSpec
 
@@ -121,6 +121,9 @@ class FaultyStore(CacheManager):
 
     def get_meta(self, block_hash: bytes) -> BlockMeta | None:
         return self.store.get_meta(block_hash)
+
+    def declines(self, place: ChainPlace) -> bool:
+        return self.store.declines(place)
 
     def children(self, parent: bytes, like: bytes | None = None) -> list[BlockMeta]:
         return self.store.children(parent, like)
