@@ -27,7 +27,7 @@ from omlx.engine.loading import ModelLoader
 from omlx.engine.vlm import VLMEngine
 from omlx.errors import BadRequest, ModelError, NotFound, Overloaded
 from omlx.memory_monitor import MemoryMonitor
-from omlx.model.folder import ModelInfo, find_model, scan_models
+from omlx.model.folder import ModelInfo, find_model, hashes_folder, scan_models
 from omlx.model.loader import LoadedModel
 from omlx.model.model_kind import WRITERS, ModelKind, ModelUse, model_use
 from omlx.model.progress import folder_bytes
@@ -348,7 +348,7 @@ class EnginePool:
     def _load(self, served: ServedModel) -> _Loaded:
         """Builds a model's whole stack; runs on the MLX thread."""
         started = time.monotonic()
-        model = self._with_length(load_any(served.path, served.name, self._adapter))
+        model = self._with_length(load_any(served.path, served.name, self._adapter, hashes_folder(self._home)))
         vision, bits = isinstance(model, VisionModel), self.config.kv_bits
         runner = VLMRunner(model, bits) if isinstance(model, VisionModel) else TextRunner(model, bits)
         tiers = self._cache_stack(runner, vision)

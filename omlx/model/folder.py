@@ -7,7 +7,6 @@ Nothing here needs MLX, so listing models is quick.
 """
 
 import fcntl
-import hashlib
 import math
 import os
 import re
@@ -36,9 +35,6 @@ _MOST_MODULES = 1 << 17  # layers times experts; the largest published model has
 _OTHER_COUNTS = frozenset({
     "blocks", "codebooks", "cycles", "groups", "heads", "levels", "loops", "quantizers", "stages", "tiles",
 })  # fmt: skip
-_HASH_WHOLE = 256 << 20
-_SAMPLE_BYTES = 1 << 10
-_SAMPLE_EVERY = 4 << 20
 
 
 class ModelInfo(NamedTuple):
@@ -55,6 +51,11 @@ class Adapter(NamedTuple):
     path: Path
     config: bytes
     weights: WeightFile
+
+
+def hashes_folder(home: Path) -> Path:
+    """Where the hashes of models' weights are remembered under the home folder of omlx."""
+    return home / "weight-hashes"
 
 
 def models_folder(home: Path) -> Path:
@@ -275,62 +276,6 @@ def read_adapter(path: Path) -> Adapter:
         raise ModelError(f"{config}: not a JSON object")
     _check_counts(described, config)
     return Adapter(path, content, read_weight_file(weights))
-
-
-def fingerprint(path: Path, files: list[WeightFile], adapter: Adapter | None = None) -> bytes:
-    """32 bytes that stand for the content of a model: its config and its weights, not names or times.
-
-    sha256 over length-prefixed parts: config.json (and hf_quant_config.json, which mlx-lm reads
-    too), the number of weight files, and for each in name order its size, its header, and its data; then the
-    same of an adapter. The tokenizer is not part of it: cache keys are made of token ids.
-
-    Of a file up to 256 MiB all data counts, so any change changes the fingerprint. Of a larger one each tensor
-    counts with its first, middle and last KiB and one KiB at least every 4 MiB between, so new values
-    of any tensor, or of any 4 MiB of it, change it too. That is 0.03% of the bytes: 26,000 reads for 100 GB in
-    tensors of 128 MiB, which took 0.2 s from memory and take 2 s at 64 microseconds a read from an SSD (tried by hand).
-    """
-    digest = hashlib.sha256(b"omlx model fingerprint 2")
-    for name in ("config.json", "hf_quant_config.json"):
-        file = path / name
-        _add(digest, file.read_bytes() if file.is_file() else b"")
-    _add(digest, len(files).to_bytes(8, "little"))
-    for weights in files:
-        _add_weights(digest, weights)
-    _add(digest, b"" if adapter is None else b"adapter")
-    if adapter is not None:
-        _add(digest, adapter.config)
-        _add_weights(digest, adapter.weights)
-    return digest.digest()
-
-
-def _add_weights(digest: "hashlib._Hash", weights: WeightFile) -> None:
-    _add(digest, weights.size.to_bytes(8, "little"))
-    _add(digest, weights.header)
-    with weights.path.open("rb", buffering=0) as data:
-        if weights.size > _HASH_WHOLE and hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(data.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # no reading ahead
-        for start, length in _sampled_ranges(weights):
-            _add(digest, os.pread(data.fileno(), length, start))
-
-
-def _add(digest: "hashlib._Hash", part: bytes) -> None:
-    digest.update(len(part).to_bytes(8, "little"))
-    digest.update(part)
-
-
-def _sampled_ranges(weights: WeightFile) -> Iterator[tuple[int, int]]:
-    """(start, length) of what `fingerprint` reads from one file."""
-    if weights.size <= _HASH_WHOLE:
-        step = 8 << 20
-        yield from ((start, step) for start in range(0, weights.size, step))
-        return
-    for start, end in weights.spans:
-        last = end - start - _SAMPLE_BYTES
-        if last <= 2 * _SAMPLE_BYTES:
-            yield start, end - start
-            continue
-        steps = 2 * -(-last // (2 * _SAMPLE_EVERY))  # even, so that the middle is among them
-        yield from ((start + last * i // steps, _SAMPLE_BYTES) for i in range(steps + 1))
 
 
 @contextmanager

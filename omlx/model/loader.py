@@ -2,8 +2,10 @@
 
 import logging
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +18,20 @@ from mlx_lm.utils import dequantize_model, load_adapters, load_model, load_token
 from omlx.cache import layer_kinds
 from omlx.errors import ModelError
 from omlx.model.context import DEFAULT_CONTEXT_LENGTH, ContextLength, context_length, lookup
+from omlx.model.fingerprint import WeightHashes, fingerprint
 from omlx.model.folder import (
     Adapter,
     ModelInfo,
     check_files,
     check_folder,
     find_model,
-    fingerprint,
     list_models,
     read_adapter,
     read_config,
 )
 from omlx.model.foreign import refusing
 from omlx.model.json_file import read_object
+from omlx.model.progress import Progress, silent
 from omlx.model.weights import WeightFile, only_these_weights, read_weight_files
 
 __all__ = ["DEFAULT_CONTEXT_LENGTH", "LoadedModel", "ModelInfo", "as_float32", "find_model", "list_models", "load"]
@@ -62,18 +65,26 @@ class LoadedModel:
     dtype: str
 
 
-def load(path: Path, name: str | None = None, adapter_path: Path | None = None) -> LoadedModel:
+def load(
+    path: Path,
+    name: str | None = None,
+    adapter_path: Path | None = None,
+    records: Path | None = None,
+    progress: Progress = silent,
+) -> LoadedModel:
     """Load a model folder. `name` defaults to the folder's. `adapter_path`: an adapter (LoRA, DoRA or full) of mlx-lm.
 
     On the CPU device the weights are dequantised and made float32, because quantised and half
-    precision kernels are far slower there. Nothing in the folder is ever executed. Raises
-    ModelError, in one line, for a folder that cannot be used.
+    precision kernels are far slower there. Nothing in the folder is ever executed. `records` and `progress` are those
+    of WeightHashes. Raises ModelError, in one line, for a folder that cannot be used.
     """
     path = path.expanduser()
     files = check_loadable(path)
     adapter = None if adapter_path is None else read_adapter(adapter_path.expanduser())
-    model, config = _load_weights(path, files, adapter)
-    return assembled(name or path.name, path, model, config, files, adapter)
+    name = name or path.name
+    with WeightHashes([*files, *([adapter.weights] if adapter else [])], records, progress, name) as hashes:
+        model, config = _load_weights(path, files, adapter)
+        return assembled(name, path, model, config, partial(fingerprint, path, files, adapter, hashes))
 
 
 def assembled(
@@ -81,13 +92,12 @@ def assembled(
     path: Path,
     model: nn.Module,
     config: dict[str, Any],
-    files: list[WeightFile],
-    adapter: Adapter | None = None,
+    weights_fingerprint: Callable[[], bytes],
     chat_template: str | None = None,
 ) -> LoadedModel:
     """A model with its tokenizer, and what its folder says of it. A `chat_template` goes before the tokenizer's.
 
-    Raises ModelError.
+    `weights_fingerprint` may have to wait; it is called last. Raises ModelError.
     """
     options = {} if chat_template is None else {"chat_template": chat_template}
     tokenizer = _load_tokenizer(path, config, options)
@@ -103,8 +113,8 @@ def assembled(
         context_source=length.source,
         vocab_size=_vocab_size(config, tokenizer),
         eos_token_ids=frozenset(int(token) for token in tokenizer.eos_token_ids),
-        fingerprint=_fingerprint(path, files, adapter),
         dtype=_main_dtype(model),
+        fingerprint=weights_fingerprint(),
     )
 
 
@@ -177,13 +187,6 @@ def _has_own_code(path: Path) -> bool:
         return "AutoTokenizer" in read_object(path / "tokenizer_config.json").get("auto_map", {})
     except (ModelError, TypeError):
         return False
-
-
-def _fingerprint(path: Path, files: list[WeightFile], adapter: Adapter | None) -> bytes:
-    try:
-        return fingerprint(path, files, adapter)
-    except OSError as error:
-        raise ModelError(f"{path}: {error}") from error
 
 
 def _context_length(model: nn.Module, config: dict[str, Any], tokenizer: TokenizerWrapper) -> ContextLength:

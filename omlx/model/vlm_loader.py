@@ -6,6 +6,7 @@ text model if mlx-lm can do that. Nothing in the folder is ever executed, and no
 
 import logging
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,10 +16,12 @@ import mlx.nn as nn
 from mlx_lm.utils import load_config
 
 from omlx.errors import ModelError
+from omlx.model.fingerprint import WeightHashes, fingerprint
 from omlx.model.foreign import refusing
 from omlx.model.json_file import read_object
 from omlx.model.loader import LoadedModel, as_float32, assembled, check_loadable, load
 from omlx.model.model_kind import model_use
+from omlx.model.progress import Progress, silent
 from omlx.model.vision_families import FAMILIES
 from omlx.model.vision_family import Files, VisionFamily
 from omlx.model.weights import WeightFile, only_these_weights
@@ -37,16 +40,18 @@ class VisionModel(NamedTuple):
     family: VisionFamily
 
 
-def load_any(path: Path, name: str, adapter: Path | None = None) -> VisionModel | LoadedModel:
+def load_any(
+    path: Path, name: str, adapter: Path | None = None, records: Path | None = None, progress: Progress = silent
+) -> VisionModel | LoadedModel:
     """A model with its way with pictures, if it is of kind "vision"; else like `loader.load`.
 
     Logs one warning for a vision model that is served as a text model. Raises ModelError.
     """
     use = model_use(path.expanduser(), adapter is not None)
     if use.kind == "vision":
-        return load_vision(path, name)
+        return load_vision(path, name, records, progress)
     try:
-        model = load(path, name, adapter)
+        model = load(path, name, adapter, records, progress)
     except ModelError as error:
         if not use.note:
             raise
@@ -56,7 +61,9 @@ def load_any(path: Path, name: str, adapter: Path | None = None) -> VisionModel 
     return model
 
 
-def load_vision(path: Path, name: str | None = None) -> VisionModel:
+def load_vision(
+    path: Path, name: str | None = None, records: Path | None = None, progress: Progress = silent
+) -> VisionModel:
     """Load a folder of kind "vision". On the CPU device all weights become float32, as in `loader.load`.
 
     Raises ModelError, in one line, for a folder that cannot be used.
@@ -65,10 +72,13 @@ def load_vision(path: Path, name: str | None = None) -> VisionModel:
     files = check_loadable(path)
     if any(_UNREADABLE in file.header for file in files):
         raise ModelError(f"{path}: weights of type F8_E8M0 cannot be loaded; convert the model first")
-    model = _load_model(path, files)
-    described = _read_files(path)
-    template = _chat_template(path, described)
-    loaded = assembled(name or path.name, path, model, described.config, files, chat_template=template)
+    name = name or path.name
+    with WeightHashes(files, records, progress, name) as hashes:
+        model = _load_model(path, files)
+        described = _read_files(path)
+        template = _chat_template(path, described)
+        of_weights = partial(fingerprint, path, files, None, hashes)
+        loaded = assembled(name, path, model, described.config, of_weights, template)
     try:
         with refusing(f"{path}: its image processor"):
             family = FAMILIES[described.config["model_type"]](model, described, loaded.tokenizer)

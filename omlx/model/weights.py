@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from omlx.errors import ModelError
 from omlx.model.json_file import parse_json, read_bytes
@@ -31,19 +31,33 @@ _BITS = {
 _CODE = re.compile(r".*\.(py|pyc|so|dylib)", re.IGNORECASE)
 
 
+class FileIdentity(NamedTuple):
+    """Changes whenever a file is written to or replaced: nobody but the system sets the last of these."""
+
+    inode: int
+    size: int
+    mtime_ns: int
+    ctime_ns: int
+
+
+def identity_of(path: Path) -> FileIdentity:
+    """Of the file that a path leads to. Raises OSError."""
+    stat = path.stat()
+    return FileIdentity(stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
+
+
 @dataclass(frozen=True, slots=True)
 class WeightFile:
     """A safetensors file whose header describes exactly the bytes that follow it.
 
-    `header` is the JSON as stored, `tensors` are the names in it; `spans` are the (start, end) of the tensors in the
-    file, in its order.
+    `header` is the JSON as stored, `tensors` are the names in it. `identity` is what the file was when it was read.
     """
 
     path: Path
     size: int
     header: bytes
     tensors: tuple[str, ...]
-    spans: tuple[tuple[int, int], ...]
+    identity: FileIdentity
 
 
 def weight_paths(path: Path) -> list[Path]:
@@ -102,8 +116,12 @@ def _named_files(path: Path, places: dict[str, str]) -> list[Path]:
 
 def read_weight_file(path: Path) -> WeightFile:
     """The header of a safetensors file. Raises ModelError unless it describes all bytes of the file, each once."""
+    try:
+        identity = identity_of(path)
+    except OSError as error:
+        raise ModelError(f"{path}: {error.strerror or error}") from error
     header = read_header(path)
-    size, length = os.path.getsize(path), len(header)
+    size, length = identity.size, len(header)
     if header.count(b'"data_offsets"') > MOST_TENSORS:
         raise ModelError(f"{path}: more than {MOST_TENSORS:,} tensors")
     content = parse_json(header, f"{path}: damaged safetensors file", _VALUES_PER_TENSOR * MOST_TENSORS)
@@ -114,8 +132,7 @@ def read_weight_file(path: Path) -> WeightFile:
         end = stop
     if size != 8 + length + end:
         raise ModelError(f"{path}: {size} bytes instead of {8 + length + end} (an unfinished download?)")
-    spans = tuple((8 + length + start, 8 + length + stop) for start, stop, _ in tensors)
-    return WeightFile(path, size, header, tuple(name for _, _, name in tensors), spans)
+    return WeightFile(path, size, header, tuple(name for _, _, name in tensors), identity)
 
 
 def read_header(path: Path) -> bytes:
