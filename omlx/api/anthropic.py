@@ -105,10 +105,12 @@ def _request(fields: CountBody) -> ChatRequest:
 def _sampling(fields: MessagesBody) -> SamplingParams:
     temperature = 1.0 if fields.temperature is None else fields.temperature
     return SamplingParams(
-        max_tokens=max(fields.max_tokens, 1),  # with 0 the prompt alone is wanted; see MessagesDialect
+        max_tokens=0
+        if fields.max_tokens < 0
+        else max(fields.max_tokens, 1),  # with 0 the prompt alone is wanted; see MessagesDialect
         temperature=temperature if temperature >= _GREEDY_BELOW else 0.0,
         top_p=1.0 if fields.top_p is None else fields.top_p,
-        top_k=fields.top_k or 0,
+        top_k=max(fields.top_k or 0, 0),
         seed=fields.seed,
         stop=tuple(fields.stop_sequences or ()),
     )
@@ -294,7 +296,9 @@ class MessagesDialect:
             reason = "tool_use"
         elif end.reason == "length":
             # With fewer tokens than asked for it was the context that ended.
-            reason = "max_tokens" if usage.completion_tokens >= self._max_tokens else "model_context_window_exceeded"
+            reason = (
+                "max_tokens" if usage.completion_tokens >= self._max_tokens > 0 else "model_context_window_exceeded"
+            )
         elif end.stop is not None:
             reason, stop = "stop_sequence", end.stop
         return {"stop_reason": reason, "stop_sequence": stop}

@@ -5,10 +5,11 @@ Unknown fields are ignored. null is the same as absent. The blocks of messages a
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
+from omlx.api import lenient
 from omlx.api.bounded import Parts, Schema, Settings, at_most
-from omlx.api.openai_body import MAX_MESSAGES, MAX_STOPS, MAX_TOOLS, Body, NotSupported, StopText, ToolName
+from omlx.api.openai_body import MAX_MESSAGES, MAX_STOPS, MAX_TOOLS, Body, NotSupported, Seed, StopText, ToolName, Whole
 
 # Fields that ask for what there is not, and what they may hold all the same.
 NOT_SUPPORTED: NotSupported = {
@@ -19,7 +20,7 @@ NOT_SUPPORTED: NotSupported = {
 
 class Message(Body):
     role: Literal["user", "assistant", "system"]
-    content: str | Annotated[Parts, Field(min_length=1)]
+    content: str | Parts | None = None
 
 
 class Tool(Body):
@@ -40,7 +41,7 @@ class Choice(Body):
 
 class Thinking(Body):
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
-    budget_tokens: Annotated[int, Field(ge=1024, le=2**31 - 1)] | None = None
+    budget_tokens: Annotated[int, Field(ge=1024, le=2**31 - 1), Whole] | None = None
 
 
 class Format(Body):
@@ -60,7 +61,7 @@ class CountBody(Body):
     messages: Annotated[list[Message], at_most(MAX_MESSAGES, least=1)]
     system: str | Parts | None = None
     tools: Annotated[list[Tool], at_most(MAX_TOOLS)] | None = None
-    tool_choice: Choice | None = None
+    tool_choice: Annotated[Choice | None, BeforeValidator(lenient.anthropic_choice)] = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     output_format: Format | None = None
@@ -69,11 +70,13 @@ class CountBody(Body):
 
 
 class MessagesBody(CountBody):
-    max_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)]
-    stop_sequences: Annotated[list[StopText], at_most(MAX_STOPS)] | None = None
+    max_tokens: Annotated[int, Field(ge=-1, le=2**31 - 1), Whole]
+    stop_sequences: Annotated[
+        Annotated[list[StopText], at_most(MAX_STOPS)] | None, BeforeValidator(lenient.stop_texts)
+    ] = None
     stream: bool | None = None
     temperature: Annotated[float, Field(ge=0, le=1)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=2**31 - 1), Whole] | None = None
+    seed: Seed | None = None
     cache: bool | None = None

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from omlx.api.anthropic_body import CountBody, Message
 from omlx.api.chat import ImagePart
+from omlx.api.openai_content import TEXT_KINDS
 from omlx.api.openai_tools import with_names
 from omlx.errors import BadRequest
 
@@ -26,7 +27,8 @@ class _Block(NamedTuple):
 
     @property
     def kind(self) -> Any:
-        return self.given.get("type")
+        kind = self.given.get("type")
+        return "text" if kind == "" or (isinstance(kind, str) and kind in TEXT_KINDS) else kind
 
     def text(self, name: str = "text") -> str:
         return self.value(name, str, "a text")
@@ -87,7 +89,10 @@ def conversation(fields: CountBody) -> tuple[list[dict[str, Any]], tuple[ImagePa
 def _turns(messages: Sequence[Message]) -> list[tuple[str, list[_Block]]]:
     turns: list[tuple[str, list[_Block]]] = []
     for index, message in enumerate(messages):
-        blocks = _blocks(message.content, f"messages[{index}].content")
+        path = f"messages[{index}].content"
+        if message.role != "assistant" and message.content in (None, []):
+            raise BadRequest(f"{path}: a text or a list of blocks is required", param=path)
+        blocks = _blocks(message.content or [], path)
         if turns and turns[-1][0] == message.role != "system":
             turns[-1][1].extend(blocks)
         else:

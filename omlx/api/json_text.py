@@ -34,7 +34,7 @@ _PIECE_BYTES = 256 << 10
 
 _NAME_BYTES = 16
 _BOM = b"\xef\xbb\xbf"
-_LONG_NUMBER = re.compile(rb"[0-9]{%d}" % (MAX_DIGITS + 1))
+_LONG_NUMBER = re.compile(rb"(?<![0-9])[0-9]{%d}" % (MAX_DIGITS + 1))
 _CUT_ESCAPE = re.compile(rb"\\u([0-9a-fA-F]{0,3})\Z")
 _HIGH_SURROGATE = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}\Z")
 

@@ -167,13 +167,13 @@ def _message(message: Message, path: str, images: list[ImagePart]) -> dict[str, 
 
 
 def _answered(message: Message, path: str) -> str:
-    """The text of an assistant's message, which has none where it only calls tools, thinks or refuses."""
-    if message.content in (None, []) and (message.tool_calls or message.reasoning_content or message.reasoning):
-        return ""
-    return text_of(message.refusal if message.content is None else message.content, f"{path}.content")
+    """The text of an assistant's message, which may have none."""
+    return text_of(message.content or message.refusal or "", f"{path}.content")
 
 
 def _content(message: Message, path: str, images: list[ImagePart]) -> str | list[dict[str, Any]]:
+    if message.role == "tool":
+        return text_of(message.content or "", path)
     return content_of(message.content, path, images) if message.role == "user" else text_of(message.content, path)
 
 

@@ -7,8 +7,9 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
+from omlx.api import lenient
 from omlx.api.bounded import Arguments, Parts, Schema, Settings, Small, at_most
 from omlx.errors import BadRequest
 
@@ -25,16 +26,21 @@ MAX_TEXTS = 2048
 # Messages, or items, of a request. Checking more would keep the event loop, and with it every stream, for seconds.
 MAX_MESSAGES = 20_000
 
-Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
+Whole = BeforeValidator(lenient.whole)
+Count = Annotated[int, Field(ge=1, le=2**31 - 1), Whole]
+# As many tokens as fit if it is None.
+TokenLimit = Annotated[Count | None, BeforeValidator(lenient.token_limit)]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 StopText = Annotated[str, Field(min_length=1, max_length=1000)]
+Stops = Annotated[StopText | Annotated[list[StopText], at_most(MAX_STOPS)] | None, BeforeValidator(lenient.stop_texts)]
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**63), Whole]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 ToolName = Annotated[str, Field(pattern=r"^[\w.:/-]{1,128}$")]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 TokenIdText = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
 
-TokenIds = Annotated[list[TokenId], at_most(MAX_TOKEN_IDS)]
+TokenIds = Annotated[list[TokenId], at_most(MAX_TOKEN_IDS), BeforeValidator(lenient.whole_items)]
 Texts = Annotated[list[str], at_most(MAX_TEXTS)]
 ListOfTokenIds = Annotated[list[TokenIds], at_most(MAX_TEXTS)]
 
@@ -43,9 +49,11 @@ _FIELDS: set[str] = set()
 
 
 class Body(BaseModel):
-    """Types are taken as they are: "1" is no number, true is no integer."""
+    """Types are taken as they are: "1" is no number, true is no integer. A `type` that is "" is as good as none."""
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+
+    _without_empty_type = model_validator(mode="before")(lenient.without_empty_type)
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
@@ -75,7 +83,7 @@ class Function(Body):
 
 
 class Tool(Body):
-    type: Literal["function"]
+    type: Literal["function"] = "function"
     function: Function
 
 
@@ -107,7 +115,7 @@ class JsonSchema(Body):
 
 
 class ResponseFormat(Body):
-    type: Literal["text", "json_object", "json_schema"]
+    type: Literal["text", "json_object", "json_schema"] = "text"
     json_schema: JsonSchema | None = None
 
 
@@ -129,11 +137,11 @@ class SamplingBody(Body):
 
     model: Annotated[str, Field(min_length=1, max_length=500)]
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=2**31 - 1), Whole] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    stop: StopText | Annotated[list[StopText], at_most(MAX_STOPS)] | None = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    stop: Stops = None
+    seed: Seed | None = None
     stream: bool | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
@@ -147,19 +155,21 @@ class SamplingBody(Body):
 class GenerationBody(SamplingBody):
     """What chat completions and completions take."""
 
-    max_tokens: Count | None = None
-    max_completion_tokens: Count | None = None
+    max_tokens: TokenLimit = None
+    max_completion_tokens: TokenLimit = None
     stream_options: StreamOptions | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES), Whole] | None = None
 
 
 class ChatBody(GenerationBody):
     messages: Annotated[list[Message], at_most(MAX_MESSAGES, least=1)]
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS), Whole] | None = None
     chat_template_kwargs: Settings | None = None
     tools: Annotated[list[Tool], at_most(MAX_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools | None = None
+    tool_choice: Annotated[
+        Literal["none", "auto", "required"] | NamedTool | AllowedTools | None, BeforeValidator(lenient.chat_choice)
+    ] = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
     reasoning_effort: Effort | None = None
@@ -167,9 +177,9 @@ class ChatBody(GenerationBody):
 
 class CompletionBody(GenerationBody):
     prompt: str | TokenIds | Texts | ListOfTokenIds
-    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS), Whole] | None = None
     echo: bool | None = None
-    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES), Whole] | None = None
 
 
 B = TypeVar("B", bound=Body)

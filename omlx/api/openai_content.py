@@ -18,7 +18,9 @@ class PartKinds(NamedTuple):
     refused: tuple[str, ...]
 
 
-CHAT_PARTS = PartKinds({"text": "text"}, "image_url", ("input_audio", "file", "refusal"))
+# Every dialect takes the others' names of a text: agents carry sessions from one to another.
+TEXT_KINDS = ("text", "input_text", "output_text")
+CHAT_PARTS = PartKinds(dict.fromkeys(TEXT_KINDS, "text"), "image_url", ("input_audio", "file", "refusal"))
 
 
 def text_of(content: str | list[dict[str, Any]] | None, path: str, kinds: PartKinds = CHAT_PARTS) -> str:
@@ -66,13 +68,13 @@ def _image_url(part: dict[str, Any], path: str) -> str:
 
 
 def _text(part: dict[str, Any], path: str, kinds: PartKinds) -> str:
-    kind = part.get("type")
+    kind = part.get("type") or "text"
     if kind == kinds.image:
         raise BadRequest(f"{path}: images are taken in messages of the user alone", param=path)
     if kind in kinds.refused:
         raise BadRequest(f"{path}: {kind} parts are not supported yet", param=path, code="unsupported_parameter")
     field = kinds.texts.get(kind) if isinstance(kind, str) else None
     if field is None or not isinstance(part.get(field), str):
-        expected = " or ".join(f'{{"type": "{kind}", "{field}": "..."}}' for kind, field in kinds.texts.items())
-        raise BadRequest(f"{path}: expected {expected}", param=path)
+        kind, field = next(iter(kinds.texts.items()))
+        raise BadRequest(f'{path}: expected {{"type": "{kind}", "{field}": "..."}}', param=path)
     return str(part[field])

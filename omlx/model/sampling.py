@@ -13,6 +13,8 @@ Sampler = Callable[[mx.array], mx.array]
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
 
 _WHOLE_CONTEXT = 1 << 30
+# Less is the best token alone: 1 - top_p would be 1 in 32 bits, and no token would be left.
+_LEAST_TOP_P = 1e-6
 
 
 def make_sampler(params: SamplingParams, vocab_size: int, *, seed: int, drawn: int = 0) -> Sampler:
@@ -42,9 +44,10 @@ def _key(seed: int, index: int) -> mx.array:
 
 def _filtered(logits: mx.array, params: SamplingParams, vocab_size: int) -> mx.array:
     logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-    if 0 < params.top_k < vocab_size:
-        logprobs = apply_top_k(logprobs, params.top_k)
-    if params.top_p < 1:
+    top_k = 1 if params.top_p < _LEAST_TOP_P else params.top_k
+    if 0 < top_k < vocab_size:
+        logprobs = apply_top_k(logprobs, top_k)
+    if _LEAST_TOP_P <= params.top_p < 1:
         logprobs = apply_top_p(logprobs, params.top_p)
     if params.min_p > 0:
         logprobs = apply_min_p(logprobs, params.min_p)

@@ -141,6 +141,12 @@ def test_what_is_no_json_is_refused_in_pieces_too(body):
         parse_json(body)
 
 
+def test_the_search_for_long_numbers_takes_a_step_for_each_byte():
+    """A step for each digit before it took minutes for this."""
+    numbers = [10**499] * 10_000
+    assert parse_json(json.dumps(numbers).encode()) == numbers
+
+
 @pytest.mark.parametrize("text", ['{"a": 1}', json.dumps({"a": "é" * 100_000})])
 def test_a_byte_order_mark_is_skipped(text):
     assert parse_json(b"\xef\xbb\xbf" + text.encode()) == json.loads(text)

@@ -457,7 +457,7 @@ def test_formats_are_enforced_and_named_as_they_are_here(app, engine):
         ({"input": [{"type": [], "role": "user", "content": "a"}]}, "input[0].type"),
         ({"input": [{"type": "message", "role": "tool", "content": "a"}]}, "input[0].role"),
         ({"input": [said("user", "a"), said("user", [])]}, "input[1].content"),
-        ({"input": [said("user", [{"type": "text", "text": "a"}])]}, "input[0].content[0]"),
+        ({"input": [said("user", [{"type": "texts", "text": "a"}])]}, "input[0].content[0]"),
         ({"input": [said("user", [{"type": "input_file", "file_id": "a"}])]}, "input[0].content[0]"),
         ({"input": [said("user", [{"type": "input_image", "file_id": "a"}])]}, "input[0].content[0]"),
         ({"input": [said("user", [{"type": "input_image", "image_url": "data:,"}])]}, "input[0].content[0]"),
@@ -467,7 +467,6 @@ def test_formats_are_enforced_and_named_as_they_are_here(app, engine):
         ({"input": [{"type": "reasoning", "content": "a"}]}, "input[0].content"),
         ({"tools": [5]}, "tools[0]"),
         ({"tools": [{"type": {}, "name": "a"}]}, "tools[0].type"),
-        ({"tools": [{"name": "a"}]}, "tools[0].type"),
         ({"tools": [NOW, NOW]}, "tools[1].name"),
         ({"tools": [{"type": "function", "function": {"name": "a"}}]}, "tools[0].name"),
         ({"tools": [FILES, {"type": "function", "name": "files__read"}]}, "tools[1].name"),
@@ -475,7 +474,7 @@ def test_formats_are_enforced_and_named_as_they_are_here(app, engine):
         ({"tools": [NOW], "tool_choice": {"type": "web_search_preview"}}, "tool_choice.type"),
         ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format.schema"),
         ({"previous_response_id": "resp_x"}, "previous_response_id"),
-        ({"max_output_tokens": 1990}, "max_output_tokens"),
+        ({"max_output_tokens": -2}, "max_output_tokens"),
     ],
 )
 def test_what_is_wrong_is_named(app, engine, fields, param):

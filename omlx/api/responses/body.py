@@ -3,20 +3,22 @@
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, TypeAdapter
+from pydantic import BeforeValidator, Discriminator, Field, Tag, TypeAdapter
 
+from omlx.api import lenient
 from omlx.api.bounded import MAX_PARTS, Parts, Schema, Settings, at_most
 from omlx.api.openai_body import (
     MAX_MESSAGES,
     MAX_TOOLS,
     MAX_TOP_LOGPROBS,
     Body,
-    Count,
     Effort,
     JsonSchema,
     NotSupported,
     SamplingBody,
+    TokenLimit,
     ToolName,
+    Whole,
     validated,
 )
 from omlx.errors import BadRequest
@@ -42,7 +44,7 @@ class MessageItem(Body):
 
     type: Literal["message"] | None = None
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | Parts
+    content: str | Parts | None = None
 
 
 class CallItem(Body):
@@ -64,7 +66,7 @@ class CustomCallItem(Body):
 class CallOutputItem(Body):
     type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: _Id
-    output: str | Parts
+    output: str | Parts | None = None
 
 
 class ReasoningText(Body):
@@ -100,7 +102,7 @@ _ITEMS = {
 def _type_of(value: Any) -> str | None:
     """None for what has no type: it is taken for the usual kind, and what is wrong with it is told as of that one."""
     kind = value.get("type") if isinstance(value, dict) else None
-    return kind if isinstance(kind, str) else None
+    return kind if isinstance(kind, str) and kind else None
 
 
 def _item_tag(value: Any) -> str | None:
@@ -123,7 +125,7 @@ ITEM: TypeAdapter[Item] = TypeAdapter(Item)
 
 
 class FunctionTool(Body):
-    type: Literal["function"]
+    type: Literal["function"] = "function"
     name: ToolName
     description: str | None = None
     parameters: Schema | None = None
@@ -191,7 +193,7 @@ class AllowedTools(Body):
 
 
 class TextFormat(JsonSchema):
-    type: Literal["text", "json_object", "json_schema"]
+    type: Literal["text", "json_object", "json_schema"] = "text"
 
 
 class TextOptions(Body):
@@ -207,13 +209,15 @@ class ResponsesBody(SamplingBody):
     instructions: str | None = None
     previous_response_id: _Id | None = None
     store: bool | None = None
-    max_output_tokens: Count | None = None
+    max_output_tokens: TokenLimit = None
     tools: Annotated[list[Tool], at_most(MAX_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools | None = None
+    tool_choice: Annotated[
+        Literal["none", "auto", "required"] | NamedTool | AllowedTools | None, BeforeValidator(lenient.responses_choice)
+    ] = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS), Whole] | None = None
     include: (
         Annotated[
             list[

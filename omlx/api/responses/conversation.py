@@ -10,7 +10,9 @@ from omlx.api.responses.body import CallItem, CallOutputItem, CustomCallItem, It
 from omlx.api.responses.tools import custom_arguments, name_in_prompt
 
 PARTS = PartKinds(
-    {"input_text": "text", "output_text": "text", "refusal": "refusal"}, "input_image", ("input_audio", "input_file")
+    {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"},
+    "input_image",
+    ("input_audio", "input_file"),
 )
 # In the order in which an answer of one message has them.
 _REASONING, _TEXT, _CALLS = range(3)
@@ -48,7 +50,7 @@ class Conversation:
     def _add(self, item: Item, place: str) -> None:
         match item:
             case MessageItem(role="assistant"):
-                self._answer(_TEXT)["content"] = text_of(item.content, f"{place}.content", PARTS)
+                self._answer(_TEXT)["content"] = text_of(item.content or "", f"{place}.content", PARTS)
             case MessageItem():
                 self._append(self._said(item, f"{place}.content"))
             case ReasoningItem():
@@ -58,7 +60,7 @@ class Conversation:
             case CustomCallItem():
                 self._call(item, custom_arguments(item.input))
             case CallOutputItem():
-                content = text_of(item.output, f"{place}.output", PARTS)
+                content = text_of(item.output or "", f"{place}.output", PARTS)
                 self._append({"role": "tool", "content": content, "tool_call_id": item.call_id})
             case _:
                 raise AssertionError("references are looked up before")
