@@ -36,6 +36,8 @@ _MOST_THREADS = 4
 _SAY_EVERY_S = 10.0
 # A file that changed this recently may change again within one tick of its file system's clock: it gets no record.
 _SETTLED_NS = 2_000_000_000
+# Hashing less takes no longer than finding out what has changed: no record either.
+_WORTH_BYTES = 64 << 20
 
 
 def fingerprint(
@@ -190,7 +192,7 @@ class WeightHashes:
             for file in self._files
             if file.path.parent == folder and file.identity.ctime_ns <= settled
         }
-        if record is None or not entries:
+        if record is None or not entries or self._total < _WORTH_BYTES:
             return
         try:
             record.parent.mkdir(parents=True, exist_ok=True)

@@ -27,8 +27,9 @@ def model(tmp_path: Path, tiny_model_dir: Path) -> Path:
 
 @pytest.fixture
 def settled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Records are kept of files that were written just now."""
+    """Records are kept of files that were written just now, and of small ones."""
     monkeypatch.setattr(module, "_SETTLED_NS", -1_000_000_000)
+    monkeypatch.setattr(module, "_WORTH_BYTES", 0)
 
 
 def hashed(path: Path, records: Path | None = None) -> tuple[bytes, int]:
@@ -152,9 +153,15 @@ def test_a_record_of_half_a_digest_is_not_used(model: Path, tmp_path: Path) -> N
     assert hashed(model, tmp_path / "records") == expected
 
 
-def test_no_record_is_kept_of_a_file_that_was_written_just_now(model: Path, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("settled")
+@pytest.mark.parametrize(("limit", "value"), [("_SETTLED_NS", 1 << 60), ("_WORTH_BYTES", 1 << 20)])
+def test_no_record_is_kept_of_a_file_that_was_written_just_now_or_is_small(
+    limit: str, value: int, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, limit, value)
     expected = hashed(model, tmp_path / "records")
     assert hashed(model, tmp_path / "records") == expected
+    assert not (tmp_path / "records").exists()
 
 
 @pytest.mark.usefixtures("settled")
