@@ -1,6 +1,7 @@
 """What a client asks for and what the engine gives back, without tensors or threads."""
 
 import time
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal, NamedTuple, Protocol, Self
@@ -143,6 +144,10 @@ class GrammarMatcher(Protocol):
     def get_error(self) -> str: ...
 
 
+http_request_id: ContextVar[str] = ContextVar("http_request_id", default="")
+"""The id of the HTTP request that is being worked on: in its task, its threads, and while a step works for it alone."""
+
+
 @dataclass(slots=True)
 class Request:
     """One answer to produce. `prompt` holds token ids (at least one).
@@ -150,7 +155,7 @@ class Request:
     `use_cache` False neither reads nor writes the cache. `cache_salt` separates tenants: equal
     prompts under different salts share nothing. `vision`: the prompt's pictures, None if it has none.
     `grammar`: `sampling.grammar`, compiled; the engine does it if nobody did.
-    `key_name`: the API key's it came with, for the log.
+    `key_name`: the API key's it came with, `http_id`: the id of the HTTP request; both for the log.
     """
 
     request_id: str
@@ -163,6 +168,7 @@ class Request:
     vision: PromptVision | None = None
     grammar: GrammarMatcher | None = None
     key_name: str = ""
+    http_id: str = field(default_factory=http_request_id.get)
 
     def cache_tokens(self, tokens: list[int]) -> list[int]:
         """`tokens`, the beginning of prompt and answer, as the cache sees them."""

@@ -38,7 +38,7 @@ from omlx.model.decode_batch import DecodeBatch, DecodeFailure, DecodeOutput, De
 from omlx.model.grammar import Constraint
 from omlx.model.runner import ModelRunner
 from omlx.model.sampling import LogitsProcessor, Sampler, first_token, make_processors, make_sampler, pick_logprobs
-from omlx.request import FinishReason, Request, RequestState, TokenOutput
+from omlx.request import FinishReason, Request, RequestState, TokenOutput, http_request_id
 
 log = logging.getLogger(__name__)
 
@@ -595,10 +595,13 @@ class Scheduler:
 
     def _guard(self, row: _Row, work: Callable[[_Row], None]) -> None:
         """Runs a piece of work for one request; whatever it raises fails that request alone."""
+        token = http_request_id.set(row.request.http_id)
         try:
             work(row)
         except Exception as error:
             self._fail(row, error)
+        finally:
+            http_request_id.reset(token)
 
     def _fail(self, row: _Row, error: Exception) -> None:
         log.error("request %s failed", row.id, exc_info=error)

@@ -23,6 +23,7 @@ from omlx.access.checks import AdminCheck, KeyCheck, PageCheck, api_key_of
 from omlx.access.cross_origin import CrossOrigin
 from omlx.access.keys import KeyRing
 from omlx.access.limits import KEEP_ALIVE_S, MAX_HEAD_BYTES, HeadLimit, PatientProtocol, read_body
+from omlx.access.request_id import RequestId, add_request_id
 from omlx.admin import routes as admin
 from omlx.api import anthropic, embeddings, openai, sse, tokens
 from omlx.api.answering import answer_events, collect
@@ -109,6 +110,7 @@ def _add_checks(app: FastAPI, settings: Settings, keys: KeyRing) -> None:
     if origins:  # before the keys: a preflight has none
         app.add_middleware(CrossOrigin, origins=origins)
     app.add_middleware(HeadLimit)
+    app.add_middleware(RequestId)
 
 
 class _StopOnce:
@@ -359,7 +361,11 @@ def _complain(line: str) -> int:
 
 
 def _set_up_logging(level: str) -> None:
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", level=logging.WARNING)
+    logging.basicConfig(
+        format="%(asctime)s %(levelname)s %(name)s [%(request_id)s]: %(message)s", level=logging.WARNING
+    )
+    for handler in logging.getLogger().handlers:  # a filter of a logger would not see its children's records
+        handler.addFilter(add_request_id)
     logging.getLogger("omlx").setLevel(level.upper())
 
 

@@ -39,7 +39,7 @@ class CrossOrigin:
                 answer.add_vary_header("Origin")
                 if listed:
                     answer["access-control-allow-origin"] = origin
-                    answer["access-control-expose-headers"] = "retry-after"
+                    answer["access-control-expose-headers"] = "retry-after, x-request-id"
             await send(message)
 
         await self._app(scope, receive, send_readable)

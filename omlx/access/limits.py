@@ -20,10 +20,12 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from omlx.access.request_id import HEADER, new_id
 from omlx.api.events import Fault
 from omlx.api.json_text import SMALL_BYTES, TooMuchJson, parse_json
 from omlx.api.refusal import error_body, refuse
 from omlx.errors import BadRequest
+from omlx.request import http_request_id
 from omlx.sizes import format_size
 
 # Path, query and all headers, together.
@@ -195,8 +197,10 @@ class PatientProtocol(H11Protocol):
     def _refuse(self, fault: Fault) -> None:
         """An answer without the application, if one can still be given, and the end of the connection."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            token = http_request_id.set(new_id())
             body = json.dumps(error_body("", fault)).encode()
             headers = [
+                (HEADER, http_request_id.get()),
                 ("content-type", "application/json"),
                 ("content-length", str(len(body))),
                 ("connection", "close"),
@@ -206,4 +210,5 @@ class PatientProtocol(H11Protocol):
             )
             events = (response, h11.Data(data=body), h11.EndOfMessage())
             self.transport.write(b"".join(self.conn.send(event) or b"" for event in events))
+            http_request_id.reset(token)
         self.transport.close()

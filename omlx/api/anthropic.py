@@ -34,7 +34,7 @@ from omlx.api.events import (
 from omlx.api.openai_body import validated
 from omlx.api.tool_prompt import canonical_tools
 from omlx.errors import BadRequest
-from omlx.request import SamplingParams
+from omlx.request import SamplingParams, http_request_id
 
 # Below this the best token wins anyway, and dividing by it would overflow.
 _GREEDY_BELOW = 1e-4
@@ -187,7 +187,7 @@ def error_body(fault: Fault) -> dict[str, Any]:
     return {
         "type": "error",
         "error": {"type": kind, "message": message},
-        "request_id": f"req_{uuid.uuid4().hex[:24]}",
+        "request_id": http_request_id.get(),
     }
 
 

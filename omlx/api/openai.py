@@ -33,7 +33,7 @@ from omlx.api.openai_body import ChatBody, CompletionBody, GenerationBody, Messa
 from omlx.api.openai_content import content_of, text_of
 from omlx.api.openai_tools import called, output_format, template_args, tool_choice, tools, with_names
 from omlx.errors import BadRequest
-from omlx.request import SamplingParams
+from omlx.request import SamplingParams, http_request_id
 
 # JSON has no infinity; OpenAI writes this for a token that cannot come.
 _LOWEST_LOGPROB = -9999.0
@@ -79,7 +79,8 @@ def error_body(fault: Fault) -> dict[str, Any]:
             "type": fault.kind,
             "param": fault.param,
             "code": fault.code,
-        }
+        },
+        "request_id": http_request_id.get(),
     }
 
 
@@ -353,10 +354,10 @@ def _call_delta(index: int, call: dict[str, Any]) -> dict[str, Any]:
 
 
 def keep_alive(event: Progress) -> str:
-    """Clients pass over comments; whoever reads the stream sees that something is going on."""
+    """A comment, which clients skip. No blank line follows: some clients count those as events without data."""
     if event.prefilled_tokens < event.prompt_tokens:
-        return f": prefill {event.prefilled_tokens}/{event.prompt_tokens}\n\n"
-    return ": generating\n\n"
+        return f": prefill {event.prefilled_tokens}/{event.prompt_tokens}\n"
+    return ": generating\n"
 
 
 def logprobs_of(tokens: Iterable[TokenText]) -> list[dict[str, Any]]:

@@ -20,6 +20,7 @@ class ErrorAnswer(BaseModel):
     """Every answer that is no success, as OpenAI's clients expect it."""
 
     error: ErrorDetail
+    request_id: str
 
 
 ERRORS = {

@@ -10,6 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from omlx.api import anthropic, openai
 from omlx.api.events import INTERNAL_FAULT, Fault
+from omlx.request import http_request_id
 
 logger = logging.getLogger("omlx.server")
 
@@ -30,6 +31,8 @@ def refuse(path: str, fault: Fault, headers: dict[str, str] | None = None) -> Re
     """The response for a request that gets no answer; what was sent is never logged, nor is a query."""
     logger.info("refused path=%r status=%d param=%s code=%s", path, fault.status, fault.param, fault.code)
     headers = dict(headers or {})
+    if request_id := http_request_id.get():
+        headers["x-request-id"] = request_id
     if fault.retry_after_s is not None:
         headers["retry-after"] = str(fault.retry_after_s)
     return JSONResponse(error_body(path, fault), fault.status, headers)

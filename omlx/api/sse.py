@@ -22,8 +22,9 @@ from omlx.errors import OmlxError
 logger = logging.getLogger(__name__)
 
 ACCEPT_S = 1.0
-PROGRESS_S = 1.0
-SILENCE_S = 5.0
+# Proxies drop connections that are silent for 30 s or more. Comments are no more frequent than needed: go-openai gives
+# a stream up after 300 lines without data in a row.
+SILENCE_S = 10.0
 
 T = TypeVar("T")
 Events = AsyncGenerator[AnswerEvent, None]
@@ -100,19 +101,14 @@ class EventStreamResponse(Response):
 
     async def _send_events(self, send: Send) -> None:
         await self._send(send, started(self._generation))
-        pause = 0.0  # `begin` has waited already
         while True:
-            # A connection on which nothing comes for long is taken for dead, be it the prompt that takes its time
-            # or a long call that is handed on as a whole.
-            await asyncio.wait({self._upcoming}, timeout=pause)
-            while not self._upcoming.done():
+            # Silence is a prompt that takes its time, or a long call that is delivered whole.
+            while not (await asyncio.wait({self._upcoming}, timeout=SILENCE_S))[0]:
                 await self._send(send, progress(self._generation))
-                await asyncio.wait({self._upcoming}, timeout=pause or PROGRESS_S)
             event = self._upcoming.result()
             if event is None:
                 return
             await self._send(send, event)
-            pause = SILENCE_S
             self._upcoming = asyncio.create_task(_next(self._events))
 
     async def _send(self, send: Send, event: Event) -> None:

@@ -5,6 +5,7 @@ return what a whole answer would say; a stream that breaks a rule raises StreamE
 """
 
 import json
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,17 +48,22 @@ def rule(holds: Any, text: str) -> None:
         raise StreamError(text)
 
 
+def without_comments(body: str) -> tuple[str, list[str]]:
+    """The events alone, and the comments. No blank line follows a comment, since some clients count those."""
+    rule(not re.search(r"^:.*\n\n", body, re.MULTILINE), "a blank line after a comment")
+    comments = [line[1:].strip() for line in re.findall(r"^:.*", body, re.MULTILINE)]
+    return re.sub(r"^:.*\n", "", body, flags=re.MULTILINE), comments
+
+
 def events(body: str) -> tuple[list[str], list[str]]:
     """Data and comments. Events end with an empty line; there are no other fields in this dialect."""
     rule(body.endswith("\n\n"), "the last event is not ended by an empty line")
-    data, comments = [], []
+    body, comments = without_comments(body)
+    data = []
     for block in body.removesuffix("\n\n").split("\n\n"):
         rule("\n" not in block and "\r" not in block, f"an event of several lines: {block[:80]!r}")
-        if block.startswith(":"):
-            comments.append(block[1:].strip())
-        else:
-            rule(block.startswith("data: "), f"neither data nor a comment: {block[:80]!r}")
-            data.append(block.removeprefix("data: "))
+        rule(block.startswith("data: "), f"neither data nor a comment: {block[:80]!r}")
+        data.append(block.removeprefix("data: "))
     return data, comments
 
 

@@ -8,7 +8,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.api.grammar_openai import StreamError, rule
+from tests.api.grammar_openai import StreamError, rule, without_comments
 
 ENDS = {"response.completed": "completed", "response.incomplete": "incomplete", "response.failed": "failed"}
 TEXTS = {"response.output_text": "output_text", "response.reasoning_text": "reasoning_text"}
@@ -49,12 +49,9 @@ def events(body: str) -> tuple[list[dict[str, Any]], list[str]]:
     """Events and comments. Each event has its type twice: as the event's name, and in its data."""
     rule(body.endswith("\n\n"), "the last event is not ended by an empty line")
     rule("\ufffd" not in body, "half a character")
-    found, comments = [], []
+    body, comments = without_comments(body)
+    found = []
     for block in body.removesuffix("\n\n").split("\n\n"):
-        if block.startswith(":"):
-            rule("\n" not in block, "a comment of several lines")
-            comments.append(block[1:].strip())
-            continue
         lines = block.split("\n")
         rule(len(lines) == 2 and "\r" not in block, f"not two lines: {block[:80]!r}")
         rule(lines[0].startswith("event: ") and lines[1].startswith("data: "), f"not an event: {block[:80]!r}")

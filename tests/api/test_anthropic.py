@@ -221,7 +221,7 @@ def test_usage_adds_up_to_the_prompt_with_and_without_a_cache_hit(app, engine):
 
 def test_pings_keep_a_stream_alive_while_the_prompt_is_computed(app, engine, monkeypatch):
     monkeypatch.setattr("omlx.api.sse.ACCEPT_S", 0.01)
-    monkeypatch.setattr("omlx.api.sse.PROGRESS_S", 0.01)
+    monkeypatch.setattr("omlx.api.sse.SILENCE_S", 0.01)
     engine.prefill_s, engine.cached_tokens = 0.2, 3
     found = streamed(app)
     assert found.events[:3] == ["message_start", "ping", "ping"]

@@ -100,7 +100,7 @@ def test_structured_output_is_parsed(client: Anthropic, agent: FakeEngine) -> No
 
 def test_pings_are_passed_over(client: Anthropic, agent: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("omlx.api.sse.ACCEPT_S", 0.01)
-    monkeypatch.setattr("omlx.api.sse.PROGRESS_S", 0.01)
+    monkeypatch.setattr("omlx.api.sse.SILENCE_S", 0.01)
     agent.prefill_s, agent.cached_tokens = 0.2, 3
     message = ask(client, True, messages=[{"role": "user", "content": "a"}])
     assert message.usage.cache_read_input_tokens == 3

@@ -20,7 +20,7 @@ def test_the_golden_log_is_read():
     assert (choice.content, choice.reason) == ("Let me look.", "tool_calls")
     assert choice.calls == [Call("call_a", "get_weather", '{"city":"Paris"}'), Call("call_b", "now", "{}")]
     assert read.usage is not None and read.usage["total_tokens"] == 21
-    assert read_chat(": a comment\n\n" + LOG, include_usage=True).comments == ["a comment"]
+    assert read_chat(": a comment\n" + LOG, include_usage=True).comments == ["a comment"]
 
 
 @pytest.mark.parametrize("left_out", [0, 2, 3, 6, 7, 8])
@@ -66,3 +66,8 @@ def test_a_changed_event_is_noticed(old, new):
     assert old in LOG
     with pytest.raises((StreamError, ValueError)):
         read_chat(LOG.replace(old, new, 1), include_usage=True)
+
+
+def test_a_blank_line_after_a_comment_is_noticed():
+    with pytest.raises(StreamError):
+        read_chat(": a comment\n\n" + LOG, include_usage=True)

@@ -39,7 +39,7 @@ def test_the_golden_log_is_read():
     kinds = ["reasoning", "message", "function_call", "custom_tool_call"]
     assert [item["type"] for item in read.output] == kinds
     assert read.deltas == ["Paris, ", "then.", "Let me", " look."]
-    assert read_response(": a comment\n\n" + LOG).comments == ["a comment"]
+    assert read_response(": a comment\n" + LOG).comments == ["a comment"]
     assert log(EVENTS).count("event: ") == len(EVENTS)
     assert read_response(log(EVENTS)).output == read.output
 

@@ -227,7 +227,7 @@ def test_logprobs_are_those_of_the_text(app, agent):
 
 def test_a_prompt_that_takes_long_keeps_the_connection_alive(app, engine, monkeypatch):
     monkeypatch.setattr("omlx.api.sse.ACCEPT_S", 0.02)
-    monkeypatch.setattr("omlx.api.sse.PROGRESS_S", 0.02)
+    monkeypatch.setattr("omlx.api.sse.SILENCE_S", 0.02)
     engine.prefill_s = 0.2
     read = read_response(respond(app, stream=True).text)
     assert [comment for comment in read.comments if comment.startswith("prefill ")]

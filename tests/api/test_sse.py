@@ -13,7 +13,7 @@ import pytest
 from omlx.api import sse
 from omlx.errors import EngineError
 from tests.api.fakes import REPLY, FakeEngine
-from tests.api.serving import CHAT, served, sse_chunks, wait_until
+from tests.api.serving import CHAT, COMPLETION, served, sse_chunks, wait_until
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def send_and_leave(address: str, body: dict, wait: float = 0.0, read: int = 0) -
 
 def test_comments_tell_of_prefill_until_the_first_token(address, engine, monkeypatch):
     monkeypatch.setattr(sse, "ACCEPT_S", 0.05)
-    monkeypatch.setattr(sse, "PROGRESS_S", 0.1)
+    monkeypatch.setattr(sse, "SILENCE_S", 0.1)
     engine.prefill_s = 0.8
     with httpx.stream("POST", f"{address}/v1/chat/completions", json=CHAT | {"stream": True}) as response:
         started = time.monotonic()
@@ -64,8 +64,33 @@ def test_tokens_come_as_they_are_made(address, engine):
     assert times[-1] - times[0] > 0.05 * (len(REPLY.encode()) - 2)
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", CHAT),
+        ("/v1/completions", COMPLETION),
+        ("/v1/responses", {"model": "tiny", "input": "hi"}),
+    ],
+)
+def test_a_comment_is_one_line_without_a_blank_one(address, engine, monkeypatch, path, body):
+    monkeypatch.setattr(sse, "ACCEPT_S", 0.01)
+    monkeypatch.setattr(sse, "SILENCE_S", 0.05)
+    engine.prefill_s = 0.6
+    text = httpx.post(f"{address}{path}", json=body | {"stream": True}).text
+    lines = text.split("\n")
+    comments = [place for place, line in enumerate(lines) if line.startswith(":")]
+    assert len(comments) >= 2
+    assert all(lines[place + 1] for place in comments)
+
+
+def test_comments_are_far_fewer_than_the_lines_that_go_openai_allows():
+    """It gives up after 300 lines without data: at least 45 minutes of prefill have to fit."""
+    assert 45 * 60 / sse.SILENCE_S < 300
+
+
 def test_an_error_after_the_headers_is_an_event(address, engine, monkeypatch):
     monkeypatch.setattr(sse, "ACCEPT_S", 0.05)
+    monkeypatch.setattr(sse, "SILENCE_S", 0.1)
     engine.prefill_s, engine.failure = 0.3, EngineError("it broke")
     response = httpx.post(f"{address}/v1/chat/completions", json=CHAT | {"stream": True})
     assert response.status_code == 200
