@@ -13,7 +13,7 @@ class SchedulerStats:
 
     `shared_prefills`: requests that waited for another's prefill of the same tokens. `recomputed_tokens`: stored
     tokens that were computed instead of loaded, because that is faster; `abandoned_restores`: times that this
-    was found out while loading.
+    was found out while loading. `cache_errors`: calls of the prefix cache that raised; their requests went on without.
     """
 
     requests: int = 0
@@ -29,6 +29,7 @@ class SchedulerStats:
     shared_prefills: int = 0
     recomputed_tokens: int = 0
     abandoned_restores: int = 0
+    cache_errors: int = 0
 
 
 class ChunkTime:

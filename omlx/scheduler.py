@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import mlx.core as mx
 
@@ -31,7 +31,7 @@ from omlx.cache import layer_state
 from omlx.cache.factory import GB, CacheConfig
 from omlx.cache.grid import ExactMode, PrefillGrid
 from omlx.cache.layer_state import CacheLayout
-from omlx.cache.prefix_cache import BlockAwarePrefixCache
+from omlx.cache.prefix_cache import BlockAwarePrefixCache, Restored
 from omlx.errors import BadRequest, EngineError, OmlxError, release_frames
 from omlx.metrics import ChunkTime, SchedulerStats
 from omlx.model.decode_batch import DecodeBatch, DecodeFailure, DecodeOutput, DecodeRow
@@ -41,6 +41,8 @@ from omlx.model.sampling import LogitsProcessor, Sampler, first_token, make_proc
 from omlx.request import FinishReason, Request, RequestState, TokenOutput, http_request_id
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
+D = TypeVar("D")
 
 # mlx-lm's caches grow by this many tokens at a time.
 _KV_STEP = 256
@@ -102,6 +104,7 @@ class _Row:
     position: int = 0
     exact_upto: int = 0
     constraint: Constraint | None = None
+    uses_cache: bool = True
 
     @property
     def id(self) -> str:
@@ -121,6 +124,15 @@ class _Row:
     def more(self) -> int:
         """Tokens that the answer may still get."""
         return self.request.sampling.max_tokens - len(self.answer)
+
+
+def _place_of(error: Exception) -> str:
+    """The error's type and the line that raised it."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    where = f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}" if trace is not None else ""
+    return f"{type(error).__name__} {where}"
 
 
 def _rounded(tokens: int) -> int:
@@ -156,6 +168,7 @@ class Scheduler:
         self._batch = DecodeBatch(runner.decoder, runner.takes_rope_deltas)
         self._chunk_time = ChunkTime()
         self._stored = StoredPrefixes(prefix_cache, self._chunk_time, self.stats) if prefix_cache else None
+        self._logged_cache_errors: set[str] = set()
         self._oldest_next = False
         self._unready: _Row | None = None  # its pictures had the last turn, and are to have more
         self.squeezed = False
@@ -316,7 +329,7 @@ class Scheduler:
         for request in self._waiting:
             if not self._has_room(len(request.prompt), request.sampling.max_tokens):
                 return None
-            if not self._shared.waits(request, self._prefilling):
+            if not self._cached_or(False, partial(self._shared.waits, request, self._prefilling)):
                 self._waiting.remove(request)
                 self._shared.forget(request.request_id)
                 return self._new_row(request)
@@ -334,14 +347,11 @@ class Scheduler:
         if request.grammar is not None:
             row.constraint = Constraint(request.grammar, len(request.prompt), self._runner.eos_token_ids)
             row.processors.append(row.constraint)
+        row.uses_cache = self._cache is not None and request.use_cache
         return row
 
     def _restore(self, row: _Row) -> None:
-        restored = None
-        if self._stored is not None and row.request.use_cache:
-            restored = self._stored.load(
-                row.request, row.tokens, _rounded(len(row.tokens) + 1), resumes=bool(row.answer)
-            )
+        restored = self._with_cache(row, partial(self._load, row))
         if restored is None:
             row.caches = self._runner.new_cache()
             return
@@ -352,6 +362,36 @@ class Scheduler:
             stats.prefilled_tokens = restored.tokens
             self.stats.cached_ram_tokens += restored.ram_tokens
             self.stats.cached_ssd_tokens += restored.ssd_tokens
+
+    def _load(self, row: _Row) -> Restored | None:
+        assert self._stored is not None
+        capacity = _rounded(len(row.tokens) + 1)
+        return self._stored.load(row.request, row.tokens, capacity, resumes=bool(row.answer))
+
+    # ---- errors of the cache
+
+    def _with_cache(self, row: _Row, call: Callable[[], T]) -> T | None:
+        """What a call of the prefix cache gives for a request; None if the request does not use the cache.
+
+        An error costs the request its cache, never its answer.
+        """
+        return self._cached_or(None, call, row) if row.uses_cache else None
+
+    def _cached_or(self, otherwise: D, call: Callable[[], T], row: _Row | None = None) -> T | D:
+        """What `call` gives; if it raises, the error is counted, logged once for each place, and `otherwise` given."""
+        try:
+            return call()
+        # Whatever it is: the cache only makes answers faster.
+        except Exception as error:
+            self.stats.cache_errors += 1
+            if row is not None:
+                row.uses_cache = False
+            place = _place_of(error)
+            if place not in self._logged_cache_errors:
+                self._logged_cache_errors.add(place)
+                log.exception("prefix cache failed; the request is answered without it")
+            release_frames(error)
+            return otherwise
 
     # ---- prefill
 
@@ -412,8 +452,12 @@ class Scheduler:
         if tokens is None:
             tokens = _FIRST_CHUNK
         size = min(max(tokens, _FIRST_CHUNK), _LONGEST_CHUNK, row.remaining)
-        stop = self._cache.chunk_end(row.id, row.position) if self._cache and row.request.use_cache else None
+        stop = self._with_cache(row, partial(self._chunk_end, row))
         return size if stop is None else min(size, stop - row.position)
+
+    def _chunk_end(self, row: _Row) -> int | None:
+        assert self._cache is not None
+        return self._cache.chunk_end(row.id, row.position)
 
     def _chunk(self, row: _Row, seconds: float) -> None:
         """One forward pass over the next prompt tokens; the blocks that became full are stored."""
@@ -573,9 +617,15 @@ class Scheduler:
         self._emit(TokenOutput(request.request_id, None, reason))
 
     def _store(self, row: _Row, tokens: list[int], caches: list[Any], **kinds: Any) -> None:
-        if self._cache is not None and row.request.use_cache and tokens:
-            keys = row.request.cache_tokens(tokens)
-            self._cache.store(row.id, keys, caches, exact_upto=row.exact_upto, **kinds)
+        if tokens and row.uses_cache:
+            # Outside of what costs only the cache: values that a failed GPU never wrote must fail the request.
+            layer_state.raise_late_errors()
+            self._with_cache(row, partial(self._store_in_cache, row, tokens, caches, **kinds))
+
+    def _store_in_cache(self, row: _Row, tokens: list[int], caches: list[Any], **kinds: Any) -> None:
+        assert self._cache is not None
+        keys = row.request.cache_tokens(tokens)
+        self._cache.store(row.id, keys, caches, exact_upto=row.exact_upto, **kinds)
 
     def _remove(self, row: _Row) -> None:
         if row in self._prefilling:
@@ -591,7 +641,7 @@ class Scheduler:
 
     def _release(self, row: _Row) -> None:
         if self._cache is not None:
-            self._cache.release(row.id)
+            self._cached_or(None, partial(self._cache.release, row.id))
 
     def _guard(self, row: _Row, work: Callable[[_Row], None]) -> None:
         """Runs a piece of work for one request; whatever it raises fails that request alone."""
@@ -607,11 +657,12 @@ class Scheduler:
         log.error("request %s failed", row.id, exc_info=error)
         release_frames(error)
         self.stats.failed += 1
-        self._remove(row)
-        self._release(row)
         row.request.state, row.request.stats.finished = RequestState.FINISHED, time.monotonic()
         if not isinstance(error, OmlxError):
             wrapped = EngineError(f"{type(error).__name__}: {error}")
             wrapped.__cause__ = error
             error = wrapped
+        # First: what follows may fail as well, and nobody else would end the client's wait.
         self._emit(Failure(row.id, error))
+        self._remove(row)
+        self._release(row)

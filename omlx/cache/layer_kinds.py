@@ -193,6 +193,15 @@ def evaluate(caches: Sequence[Any]) -> None:
     mx.eval([cache.state for cache in caches])
 
 
+def raise_late_errors() -> None:
+    """Raises an error of earlier work that the GPU has not reported yet.
+
+    `evaluate` may return before a failed GPU says so, and what it was to compute is garbage then. Nothing on the CPU.
+    """
+    if mx.default_device().type != mx.DeviceType.cpu:
+        mx.synchronize()
+
+
 def nbytes(caches: Sequence[Any]) -> int:
     """Bytes allocated for these caches, room for tokens to come included."""
     return sum(cache.nbytes for cache in caches)
@@ -257,6 +266,16 @@ def frozen(caches: Sequence[Any]) -> list[Any]:
     return _mapped(caches, keep_state)
 
 
+def is_unused(cache: Any) -> bool:
+    """Whether a layer cache holds nothing though its text has begun: its layer reads another's, or has no attention."""
+    return getattr(cache, "keys", ...) is None
+
+
 def batchable(caches: Sequence[Any]) -> bool:
-    """Whether mlx-lm can decode these caches together with others'. The batch form of a ring forgets `keep`."""
-    return all(hasattr(cache, "merge") and not getattr(cache, "keep", 0) for cache in leaves(caches))
+    """Whether mlx-lm can decode these caches, which hold a text, together with others'.
+
+    The batch form of a ring forgets `keep`, and that of an unused cache cannot be taken apart again.
+    """
+    return all(
+        hasattr(cache, "merge") and not getattr(cache, "keep", 0) and not is_unused(cache) for cache in leaves(caches)
+    )

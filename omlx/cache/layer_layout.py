@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from omlx.arrays import DTYPE_NAMES
-from omlx.cache.layer_kinds import TOKEN_AXIS, LayerKind, Storage, is_list, kind_of, leaves
+from omlx.cache.layer_kinds import TOKEN_AXIS, LayerKind, Storage, is_list, is_unused, kind_of, leaves
 from omlx.storage.tensor_file import DTYPES, TensorSpec
 
 
@@ -162,8 +162,7 @@ def describe(caches: Sequence[Any]) -> CacheLayout | Uncacheable:
 
 
 def _describe(name: str, cache: Any, kind: LayerKind) -> _Found:
-    unused = getattr(cache, "keys", ...) is None  # a layer that reads another's keys and values
-    arrays = () if unused else kind.arrays(cache)
+    arrays = () if is_unused(cache) else kind.arrays(cache)
     parts = tuple(StatePart(f"{name}.{part}", DTYPE_NAMES[a.dtype], _shape(a, kind.storage)) for part, a in arrays)
     params = kind.params(cache)
     window = (params[0], params[1] if len(params) > 1 else 0) if kind.storage == "window" else None

@@ -21,6 +21,7 @@ from omlx.cache.layer_kinds import (
     leaves,
     nbytes,
     new_cache,
+    raise_late_errors,
     settle,
 )
 from omlx.cache.layer_layout import CacheLayout, Layer, StatePart, Uncacheable, WindowGroup, describe, token_specs
@@ -28,8 +29,8 @@ from omlx.storage.tensor_file import BlockBuffer, TensorSpec
 
 __all__ = [
     "CacheLayout", "HeldWindow", "KVSlabs", "Move", "StatePart", "Uncacheable", "WindowGroup", "batchable", "describe",
-    "evaluate", "extract", "frozen", "head_dims", "held_windows", "nbytes", "new_cache", "part_of", "settle",
-    "snapshot",
+    "evaluate", "extract", "frozen", "head_dims", "held_windows", "nbytes", "new_cache", "part_of", "raise_late_errors",
+    "settle", "snapshot",
 ]  # fmt: skip
 
 View = npt.NDArray[Any]
@@ -99,6 +100,7 @@ def _pieces(slabs: Iterable[_Slab], start: int, n_tokens: int) -> list[memoryvie
     return [
         view[at : at + n_tokens * size]
         for _, view, heads, head_bytes, size in slabs
+        if size  # values of width 0 have no bytes
         for at in range(start * size, heads * head_bytes, head_bytes)
     ]
 

@@ -5,6 +5,7 @@ arrays of the final shape, and cuts a running request's state into blocks to sto
 the block store's affair, who holds what the PagedCacheManager's.
 """
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,7 +32,7 @@ from omlx.cache.prefix_search import (
     exact_upto,
     names,
 )
-from omlx.cache.probe import BlockState, MatchEnd, PrefixProbe
+from omlx.cache.probe import BlockState, FirstMiss, MatchEnd, PrefixProbe
 from omlx.cache.reading import BlockRead, BlockReaders, RestoreTooSlow, Worth
 from omlx.metrics import RestoreTime
 from omlx.request import ImageStart
@@ -41,6 +42,8 @@ __all__ = [
     "SNAPSHOT_BYTES_PER_TOKEN", "BlockAwarePrefixCache", "CacheIdentity", "PrefixCache", "PrefixMatch", "Restored",
     "StoredPart",
 ]  # fmt: skip
+
+log = logging.getLogger(__name__)
 
 _IDLE_SLAB_BYTES = 512 << 20  # what may stay of the slabs of earlier restores, for the next one
 # A recurrent state is as large as hundreds of tokens of KV: it is kept at so few places that it adds this much a token.
@@ -232,6 +235,14 @@ class BlockAwarePrefixCache:
         """
         if len(prompt) == 0:
             return PrefixProbe((), 0, None)
+        try:
+            return self._probe(prompt, salt, images)
+        # As in a request: an error of the cache is a miss.
+        except Exception as error:
+            log.exception("prefix cache failed in a probe")
+            return PrefixProbe((), 0, FirstMiss(0, f"the cache could not be searched ({type(error).__name__})"))
+
+    def _probe(self, prompt: Sequence[int], salt: str, images: Sequence[ImageStart]) -> PrefixProbe:
         sought = _sought(prompt, salt, images)
         packed, limit = sought.packed, sought.limit
         found = self._search.longest(sought)

@@ -154,6 +154,74 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
+# Families whose code in mlx-lm does not work in batches, or depends on where a prompt is cut.
+UNEVEN: dict[str, dict[str, Any]] = {
+    "gemma2": _PLAIN,
+    "phi3small": _PLAIN
+    | {
+        "vocab_size": 100400,  # ids from 100256 on are never sampled: part of its code
+        "dense_attention_every_n_layers": 2,
+        "ff_intermediate_size": 48,
+        "gegelu_limit": 20.0,
+        "layer_norm_epsilon": 1e-5,
+        "blocksparse_block_size": 32,
+        "blocksparse_num_local_blocks": 1,
+        "blocksparse_vert_stride": 4,
+    },
+    "gpt_bigcode": {
+        "n_embd": 32,
+        "n_layer": 2,
+        "n_inner": 48,
+        "n_head": 4,
+        "n_positions": 4096,
+        "layer_norm_epsilon": 1e-5,
+        "vocab_size": VOCAB,
+    },
+    "nemotron-nas": _PLAIN
+    | {
+        "num_hidden_layers": 3,
+        "block_configs": [
+            {"attention": {"n_heads_in_group": 2}, "ffn": {"ffn_mult": 1.5}},
+            {"attention": {"replace_with_linear": True}, "ffn": {"ffn_mult": 1.5}},
+            {"attention": {"no_op": True}, "ffn": {"replace_with_linear": True}},
+        ],
+    },
+    "plamo3": _PLAIN | {"num_hidden_layers": 3, "window_size": WINDOW, "sliding_window_pattern": 3},
+    "afm7": {
+        "vocab_size": VOCAB,
+        "hidden_dim": 32,
+        "num_layers": 3,
+        "num_kv_reuse_layers": 1,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+    },
+    "minimax": _PLAIN
+    | {
+        "shared_intermediate_size": 48,
+        "num_experts_per_tok": 2,
+        "num_local_experts": 4,
+        "rotary_dim": 4,
+        "head_dim": 8,
+    },
+    "minimax_m3_vl": {
+        "text_config": _PLAIN
+        | {
+            "model_type": "minimax_m3_vl_text",
+            "dense_intermediate_size": 48,
+            "shared_intermediate_size": 48,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_layer_freq": [0, 1],
+            "sparse_attention_freq": [0, 1],
+            "index_n_heads": 2,
+            "index_head_dim": 8,
+            "index_block_size": 8,
+            "index_topk_blocks": 2,
+        }
+    },
+}
+
+
 _WIDE = {"hidden_size": 128, "head_dim": 32, "block_dim": 128, "kv_lora_rank": 32, "qk_rope_head_dim": 32}
 
 
@@ -165,7 +233,7 @@ def tiny(family: str, *, seed: int = 0, wide: bool = False, window: int = WINDOW
     module = import_module(f"mlx_lm.models.{family}")
     mx.random.seed(seed)
     changes: dict[str, Any] = {"sliding_window": window, "attention_chunk_size": window}
-    config = _changed(CONFIGS[family], changes | (_WIDE if wide and family != "mamba2" else {}) | more)
+    config = _changed((CONFIGS | UNEVEN)[family], changes | (_WIDE if wide and family != "mamba2" else {}) | more)
     model = module.Model(module.ModelArgs.from_dict({"model_type": family} | config))
     model.update(tree_map_with_path(_random, model.parameters()))
     model.eval()
