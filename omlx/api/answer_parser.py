@@ -74,6 +74,7 @@ class AnswerParser:
         self._begun = False  # text other than white space was found
         self._behind_call = False
         self._cut = False
+        self._no_calls = False  # what is left may be inside a call that was cut
 
     @property
     def position(self) -> int:
@@ -117,7 +118,8 @@ class AnswerParser:
     # ---- marks
 
     def _edges(self) -> tuple[Edge, ...]:
-        return self._form.edges.get(self._state, ())
+        edges = self._form.edges.get(self._state, ())
+        return tuple(edge for edge in edges if edge.calls is None) if self._no_calls else edges
 
     def _next_edge(self, *, final: bool) -> tuple[int, Edge | None]:
         """Where the next mark begins, of two at one place the longer one. Without one: up to where there is none."""
@@ -291,8 +293,7 @@ class AnswerParser:
         try:
             read = self._read(calls, at)
         except ValueError as error:
-            warn_unreadable(str(error))
-            return self._as_text(calls, at + len(mark))
+            return self._unreadable(calls, at + len(mark), str(error))
         return self._after_calls(at + len(mark), read)
 
     def _finish_calls(self, calls: _OpenCalls) -> list[Found]:
@@ -300,7 +301,8 @@ class AnswerParser:
         if calls.stream is not None and calls.stream.begun:
             self.incomplete = not calls.stream.complete
             return self._after_calls(len(self._buffer), calls.stream.finish())
-        for at, mark in calls.passed:
+        # Of marks that may belong to a value the last one may end it. What was cut inside a value is no call.
+        for at, mark in () if self._cut else reversed(calls.passed):
             try:
                 return self._after_calls(at + len(mark), self._read(calls, at))
             except ValueError:
@@ -311,11 +313,21 @@ class AnswerParser:
                 return self._read_rest(calls)
             except ValueError as error:
                 reason = str(error)
-        warn_unreadable(reason)
+        self._no_calls = self._cut
         if calls.passed:
             at, mark = calls.passed[0]
-            return self._as_text(calls, at + len(mark))
-        return self._as_text(calls, max(calls.inside, 1))
+            return self._unreadable(calls, at + len(mark), reason)
+        return self._unreadable(calls, len(self._buffer), reason, mark_only=True)
+
+    def _unreadable(self, calls: _OpenCalls, end: int, reason: str, *, mark_only: bool = False) -> list[Found]:
+        """What ends at `end` is text, or the mark alone is. If the mark was only spoken of, a later one may count."""
+        warn_unreadable(reason)
+        characters = max(calls.inside, 1) if mark_only else end
+        inside = self._buffer[calls.inside :]
+        if not calls.header and not calls.syntax.bare and not calls.syntax.begins(inside, self._form.marks):
+            last = self._buffer.rfind(self._form.marks.write(calls.syntax.start), calls.inside, end)
+            characters = last if last > 0 else characters
+        return self._as_text(calls, characters)
 
     def _read(self, calls: _OpenCalls, end: int) -> list[Found]:
         read = read_calls(self._buffer[calls.inside : end], calls.syntax, self._form)

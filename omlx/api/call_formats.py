@@ -40,7 +40,7 @@ def _keys_and_values(prefix: str) -> TaggedCalls:
         (f"<{key}", f"</{key}", f"<{value}", f"</{value}"),
         call=lambda mark: rf"\s*{_NAME}(?=\s|{mark('<' + key)}|\Z)",
         close=lambda mark: r"\s*\Z",
-        argument=lambda mark: rf"\s*{mark('<' + key)}\s*(?P<key>[^<>]*?)\s*{mark('</' + key)}\s*{mark('<' + value)}",
+        argument=lambda mark: rf"\s*{mark('<' + key)}(?P<key>[^<>]*?){mark('</' + key)}\s*{mark('<' + value)}",
         value_end=f"</{value}",
     )
 

@@ -58,8 +58,12 @@ class CallSyntax:
         """Whether an end mark that follows `text` ends the calls, and is not part of a value."""
         raise NotImplementedError
 
+    def begins(self, text: str, marks: Marks) -> bool:
+        """Whether `text` begins as calls do, so that a mark before it was meant as one."""
+        return _is_json(text)
+
     def hopeful(self, text: str) -> bool:
-        """Whether bare calls may begin with `text`."""
+        """Whether calls without an end mark may begin with `text`."""
         return True
 
 
@@ -135,6 +139,9 @@ class HeadedCalls(CallSyntax):
     header: Pattern = lambda mark: ""
     tail: Pattern = lambda mark: ""
 
+    def begins(self, text: str, marks: Marks) -> bool:
+        return _is_json(text) or _compiled(self.header, marks).match(text) is not None
+
     def read(self, text: str, marks: Marks, tools: Tools) -> Read:
         if _is_json(text):
             return read_json(marks.read(text))
@@ -188,6 +195,9 @@ class TaggedCalls(CallSyntax):
     padded: bool = False
     whole: tuple[Pattern, str] | None = None
 
+    def begins(self, text: str, marks: Marks) -> bool:
+        return _is_json(text) or _compiled(self.call, marks).match(text) is not None
+
     def read(self, text: str, marks: Marks, tools: Tools) -> Read:
         if _is_json(text):
             return read_json(marks.read(text))
@@ -220,12 +230,13 @@ class _TagReader:
         value_end = marks.write(syntax.value_end)
         self._value_end = re.compile(re.escape(value_end))
         # A value ends where another one, or the call's end, follows: its own text may hold the same tag.
-        follows = rf"(?=\s*(?:{_unnamed(self._argument)}|{_unnamed(self._close)}|\Z))"
+        follows = rf"(?=\s*+(?:{_searched(self._argument)}|{_searched(self._close)}|\Z))"
         self._real_end = re.compile(re.escape(value_end) + follows, re.DOTALL)
-        self._edge = re.compile(rf"(?P<opens>{_unnamed(self._argument)})|{self._real_end.pattern}", re.DOTALL)
+        self._opens = re.compile(_searched(self._argument), re.DOTALL)
+        self._edge = re.compile(rf"(?P<opens>{self._opens.pattern})|{self._real_end.pattern}", re.DOTALL)
 
     def in_value(self, text: str) -> bool:
-        return len(self._argument.findall(text)) > len(self._value_end.findall(text))
+        return len(self._opens.findall(text)) > len(self._value_end.findall(text))
 
     def read(self, text: str) -> Read:
         calls: list[dict[str, Any]] = []
@@ -283,12 +294,13 @@ class _TagReader:
         return last.start(), last.end()
 
 
-def _unnamed(pattern: re.Pattern[str]) -> str:
-    return re.sub(r"\(\?P<\w+>", "(?:", pattern.pattern)
+def _searched(pattern: re.Pattern[str]) -> str:
+    """A pattern to be found anywhere: without groups, and without white space before it, which takes quadratic time."""
+    return re.sub(r"\(\?P<\w+>", "(?:", pattern.pattern.removeprefix(r"\s*"))
 
 
 def _attribute(text: str) -> str:
-    return text.replace("&quot;", '"').replace("&amp;", "&")
+    return text.strip().replace("&quot;", '"').replace("&amp;", "&")
 
 
 def _unpadded(value: str) -> str:
@@ -308,6 +320,9 @@ class BraceCalls(CallSyntax):
     """`call:name{key:value,...}` where strings stand between two `quote` marks and keys have no quotes (Gemma)."""
 
     quote: str = '"'
+
+    def begins(self, text: str, marks: Marks) -> bool:
+        return _GEMMA_CALL.match(text) is not None
 
     def read(self, text: str, marks: Marks, tools: Tools) -> Read:
         quote = marks.write(self.quote)
@@ -414,8 +429,8 @@ class PythonCalls(CallSyntax):
         return _BARE_LIST.match(text) is not None
 
 
-_JSON_LIST = re.compile(r"\s*(```(json)?\s*)?\[?\s*\{")
-_BARE_LIST = re.compile(r"\s*\[\s*(\{|[A-Za-z_][\w.]*\s*(\(|\Z)|\Z)")
+_JSON_LIST = re.compile(r"\s*+(```(json)?\s*+)?\[?\s*+\{")
+_BARE_LIST = re.compile(r"\s*+\[\s*+(\{|[A-Za-z_][\w.]*\s*(\(|\Z)|\Z)")
 
 
 _PYTHON_STRING = re.compile(

@@ -364,3 +364,24 @@ def test_whatever_comes_is_taken_apart_the_same_way_and_text_is_kept(parts):
     joined = "".join(CALL if kind == "get_weather" else value for kind, value in thinking)
     without = text.replace("<think>", "").replace("</think>", "")
     assert "".join(joined.replace("<think>", "").replace("</think>", "").split()) == "".join(without.split())
+
+
+def test_a_mark_that_is_only_spoken_of_does_not_hide_a_later_call():
+    form = answer_format(model("json_tools"), "", TOOLS)
+    text = f"A <tool_call> mark begins it, see: {CALL} Done."
+    before = text.partition(" <tool_call>\n")[0]
+    assert in_every_way(form, text) == [("text", before.rstrip()), WEATHER, ("text", " Done.")]
+
+
+def test_a_call_inside_a_call_that_was_cut_is_not_made():
+    form = answer_format(model("qwen3_coder"), "", TOOLS)
+    inner = WRITTEN["qwen3_coder"][0]
+    text = f"<tool_call>\n<function=now>\n<parameter=x>\n{inner}\n{inner}\nand"
+    assert in_every_way(form, text, cut=True) == [("text", text)]
+
+
+def test_many_marks_that_begin_nothing_take_no_long_time():
+    for parser in WRITTEN:
+        form = answer_format(model(parser), "", TOOLS)
+        text = form.calls[0].start * 3000
+        assert summary(parse(form, [text])[1]) == [("text", text)]
