@@ -155,6 +155,8 @@ class WeightHashes:
     # ---- records
 
     def _finished(self) -> None:
+        if self._total < _WORTH_BYTES:
+            return
         seconds = max(self._ended - self._started, 1e-9)
         log.info(
             "%s: hashed %s of weights in %.1f s (%.1f s per GB) while loading; not again unless they change",
@@ -192,7 +194,7 @@ class WeightHashes:
             for file in self._files
             if file.path.parent == folder and file.identity.ctime_ns <= settled
         }
-        if record is None or not entries or self._total < _WORTH_BYTES:
+        if record is None or not entries:
             return
         try:
             record.parent.mkdir(parents=True, exist_ok=True)

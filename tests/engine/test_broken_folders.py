@@ -14,6 +14,9 @@ from typing import Any
 import httpx
 import mlx.core as mx
 import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.models.bitlinear_layers import bitnet_quantize
+from mlx_lm.models.bitnet import Model, ModelArgs
 from tokenizers import Tokenizer
 
 from omlx.engine.pool import EnginePool
@@ -55,9 +58,17 @@ def panicking_tokenizer(folder: Path) -> None:
     edit(folder / "tokenizer.json", post_processor=template)
 
 
-def failing_probe(folder: Path) -> None:
-    """It loads, and cannot compute: rope over an odd number of values."""
+def failing_rope(folder: Path) -> None:
     edit(folder / "config.json", rope_scaling={"rope_type": "linear", "factor": "three"})
+
+
+def bitnet(folder: Path) -> None:
+    """It loads, and its first pass fails: its layers have a kernel for Metal only."""
+    values = {"model_type": "bitnet", "quantization_config": {"quant_method": "bitnet"}, "tie_word_embeddings": True}
+    edit(folder / "config.json", **values)
+    args = ModelArgs.from_dict(json.loads((folder / "config.json").read_text()))
+    weights = dict(tree_flatten(bitnet_quantize(Model(args), {}).parameters()))
+    mx.save_safetensors(str(folder / "model.safetensors"), weights)
 
 
 def pipe(name: str) -> Callable[[Path], None]:
@@ -86,7 +97,8 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "tokenizer config nested deep": (written("tokenizer_config.json", "[" * 200_000), "tokenizer: .*recursion"),
     "tokenizer that panics": (panicking_tokenizer, "tokenizer: no entry found"),
     "module that exits": (config(model_type="olmo"), "its code tried to end the process|olmo"),
-    "rope that fails": (failing_probe, "model"),
+    "rope that fails": (failing_rope, "model"),
+    **({"bitnet on the CPU": (bitnet, "No Metal back-end")} if mx.default_device() == mx.cpu else {}),
     "a pipe for a tokenizer": (pipe("tokenizer.json"), r"tokenizer\.json is not a regular file"),
     "a pipe beside the weights": (pipe("model-2.safetensors"), r"model-2\.safetensors is not a regular file"),
     "an index of elsewhere": (
