@@ -17,7 +17,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from omlx import __version__
+from omlx import __version__, worker
 from omlx.access.body_budget import BodyBudget
 from omlx.access.checks import AdminCheck, KeyCheck, PageCheck, api_key_of
 from omlx.access.cross_origin import CrossOrigin
@@ -123,8 +123,13 @@ class _StopOnce:
 
     async def __call__(self) -> None:
         if self._task is None:
-            self._task = asyncio.create_task(self._pool.stop(self._timeout_s))
+            self._task = asyncio.create_task(self._stop())
         await self._task
+
+    async def _stop(self) -> None:
+        # First: threads wait for what the worker processes compute, and the interpreter waits for its threads.
+        worker.stop_all()
+        await self._pool.stop(self._timeout_s)
 
 
 def _endpoint(pool: EnginePool, parse: Parse, source: Source) -> Callable[[Request], Awaitable[Response]]:

@@ -3,7 +3,6 @@
 Who may come here is decided before, by `access.checks.AdminCheck`.
 """
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -18,7 +17,7 @@ from omlx import __version__
 from omlx.access.keys import ANYBODY, ApiKey, KeyRing
 from omlx.api import anthropic, openai
 from omlx.api.bounded import Deferred, Small
-from omlx.api.chat import ChatPrompt, ChatRequest, EnginePool, prompt_tokens
+from omlx.api.chat import ChatPrompt, ChatRequest, EnginePool, in_prompt_thread, prompt_tokens
 from omlx.api.json_text import ReadBody
 from omlx.api.message_places import where_it_differs
 from omlx.api.openai_body import Body, TokenIds, validated
@@ -173,7 +172,7 @@ def router(
     async def prompt_of(asked: ChatRequest) -> tuple[ChatRequest, Request]:
         engine = await pool.get(asked.model)
         asked = await with_pictures(engine, asked, source)
-        tokens, vision = await asyncio.to_thread(prompt_tokens, engine, asked)
+        tokens, vision = await in_prompt_thread(engine, prompt_tokens, engine, asked)
         if not tokens:
             raise BadRequest("the prompt is empty", param=asked.prompt_field)
         return asked, Request("admin", tokens, asked.sampling, cache_salt=asked.cache_salt, vision=vision)
@@ -186,7 +185,8 @@ def router(
         shown: dict[str, Any] = {"model": asked.model, "tokens": len(prompt.prompt)} | _shown(found)
         if found is not None and found.first_miss is not None and isinstance(asked.prompt, ChatPrompt):
             engine = await pool.get(asked.model)
-            place = await asyncio.to_thread(where_it_differs, engine, asked.prompt, prompt.prompt, found.first_miss)
+            parts = asked.prompt, prompt.prompt, found.first_miss
+            place = await in_prompt_thread(engine, where_it_differs, engine, *parts)
             shown["first_miss"] |= place
         return JSONResponse(shown | await _pictures(pool, asked.model, prompt))
 

@@ -1,6 +1,5 @@
 """The Anthropic dialect: messages, streamed and whole, and how many tokens they have."""
 
-import asyncio
 import json
 import re
 import sys
@@ -13,7 +12,7 @@ from pydantic_core import from_json
 
 from omlx.api.anthropic_body import NOT_SUPPORTED, CountBody, Format, MessagesBody, Tool
 from omlx.api.anthropic_prompt import conversation, told_id
-from omlx.api.chat import ChatPrompt, ChatRequest, Engine, OutputFormat, ToolChoice, prompt_tokens
+from omlx.api.chat import ChatPrompt, ChatRequest, Engine, OutputFormat, ToolChoice, in_prompt_thread, prompt_tokens
 from omlx.api.events import (
     Answer,
     CallArguments,
@@ -84,7 +83,7 @@ def parse_count(body: dict[str, Any]) -> ChatRequest:
 
 async def count_tokens(engine: Engine, asked: ChatRequest) -> dict[str, Any]:
     """How many tokens the prompt has: as many as an answer's usage would say. Raises BadRequest."""
-    tokens, _ = await asyncio.to_thread(prompt_tokens, engine, asked)
+    tokens, _ = await in_prompt_thread(engine, prompt_tokens, engine, asked)
     return {"input_tokens": len(tokens)}
 
 

@@ -3,9 +3,11 @@
 import asyncio
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple, Protocol
+from functools import partial
+from typing import Any, Literal, NamedTuple, ParamSpec, Protocol, TypeVar
 
 from omlx.api.answer_format import has_tool_template
 from omlx.api.embeddings import EmbedderPool
@@ -160,6 +162,12 @@ class ToolChoice(NamedTuple):
 
 AUTO = ToolChoice()
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_PROMPT_THREADS = 4
+_prompt_threads: dict[str, ThreadPoolExecutor] = {}  # by the names of the models that were used
+
 # OpenAI's words. Clients know by them that a model with a longer context may do (litellm, agents that shorten).
 _LONGEST = "this model's maximum context length is"
 
@@ -216,7 +224,7 @@ async def make_request(engine: Engine, asked: ChatRequest, request_id: str) -> R
 
     Raises BadRequest, which names the field. Works in a thread: a long prompt takes a while.
     """
-    tokens, vision = await asyncio.to_thread(prompt_tokens, engine, asked)
+    tokens, vision = await in_prompt_thread(engine, prompt_tokens, engine, asked)
     if not tokens:
         raise BadRequest("the prompt is empty", param=asked.prompt_field)
     _check_bias(engine, asked.sampling)
@@ -230,6 +238,17 @@ async def make_request(engine: Engine, asked: ChatRequest, request_id: str) -> R
         vision=vision,
         key_name=asked.key_name,
     )
+
+
+async def in_prompt_thread(engine: Engine, work: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
+    """What `work` returns, called in one of the threads that make this model's prompts.
+
+    A model has threads of its own, so that one whose template takes seconds delays no other model.
+    """
+    threads = _prompt_threads.get(engine.name)
+    if threads is None:
+        threads = _prompt_threads[engine.name] = ThreadPoolExecutor(_PROMPT_THREADS, "omlx-prompt")
+    return await asyncio.get_running_loop().run_in_executor(threads, partial(work, *args, **options))
 
 
 def prompt_tokens(engine: Engine, asked: ChatRequest) -> tuple[list[int], PromptVision | None]:

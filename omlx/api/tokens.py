@@ -12,7 +12,17 @@ from pydantic_core import to_json
 
 from omlx.api import openai
 from omlx.api.bounded import Deferred
-from omlx.api.chat import ChatPrompt, ChatRequest, Engine, EnginePool, encode, prompt_tokens, render, tokenizing
+from omlx.api.chat import (
+    ChatPrompt,
+    ChatRequest,
+    Engine,
+    EnginePool,
+    encode,
+    in_prompt_thread,
+    prompt_tokens,
+    render,
+    tokenizing,
+)
 from omlx.api.json_text import ReadBody
 from omlx.api.openai_body import Body, TokenIds, validated
 from omlx.api.openapi import documented
@@ -61,7 +71,7 @@ def router(pool: EnginePool, read_body: ReadBody, source: Source) -> APIRouter:
         engine = await pool.get(fields.model)
         if asked is not None:
             asked = await with_pictures(engine, asked, source)
-        return await asyncio.to_thread(_answer, tokenized, engine, fields, asked)
+        return await in_prompt_thread(engine, _answer, tokenized, engine, fields, asked)
 
     async def detokenize(http: Request) -> Response:
         fields = await read_body(http, partial(validated, DetokenizeBody))
