@@ -7,7 +7,6 @@ same one. Each request has a state of it, which follows the tokens of its answer
 import asyncio
 import copy
 import json
-import re
 import threading
 from collections import OrderedDict
 from collections.abc import Collection
@@ -16,12 +15,14 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher, LLTokenizer
 from numpy.typing import NDArray
 
 from omlx.errors import BadRequest, Overloaded
+from omlx.model.grammar_worker import LIMITS, NOTHING_FITS, one_line
 from omlx.model.json_schema import prepare
 from omlx.request import GrammarMatcher, GrammarSpec
+from omlx.worker import LimitExceeded, Refused, WorkerPool
 
 LARGEST_TEXT = 256 * 1024
 """Characters of a grammar. What llguidance makes of it is limited by its own counters, which bound the time too."""
@@ -30,15 +31,12 @@ LARGEST_TEXT = 256 * 1024
 _WAIT_S = 20.0
 _TRIED_TOKENS = 2
 _KEPT = 64
-_MESSAGE_LENGTH = 300
-_NOTHING_FITS = "no text fits it"
-# Around what a message of llguidance's says: a place in our own grammar, and dumps.
-_PLACE = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?")
-_DUMP = re.compile(r"<state>|<non-verbose/>|\n +\d+ \| ")
+_TRIALS_AT_ONCE = 16  # threads that wait for processes
 # One blank or one line break with its indentation, where JSON has white space: models go astray in endless blanks.
 _WHITE_SPACE = r"( |\r?\n[ \t]{0,40})"
-# At most 20 ms for a step of the MLX thread, of the requests in a batch each.
-_LIMITS = LLParserLimits(max_grammar_size=200_000, step_lexer_fuel=200_000, step_max_items=50_000, verbose_errors=False)
+
+# Tries a grammar: what does not end within these bounds is refused, before it gets into a thread of this process.
+_TRIALS = WorkerPool("omlx.model.grammar_worker", cpu_s=3, memory=768 << 20)
 
 
 def json_rule(schema: dict[str, Any], *, strict: bool) -> str:
@@ -90,6 +88,8 @@ class Grammars:
         self._lock = threading.Lock()
         # One thread: of many large grammars at a time each would only take longer.
         self._thread = ThreadPoolExecutor(1, "omlx-grammar")
+        self._trials = ThreadPoolExecutor(_TRIALS_AT_ONCE, "omlx-grammar-trial")
+        self._refused: OrderedDict[GrammarSpec, str] = OrderedDict()
         self.compiled = 0
 
     async def compile(self, spec: GrammarSpec) -> GrammarMatcher:
@@ -99,12 +99,32 @@ class Grammars:
         """
         found = self._find(spec)
         if found is None:
-            work = asyncio.get_running_loop().run_in_executor(self._thread, self._compile, spec)
             try:
-                found = await asyncio.wait_for(work, _WAIT_S)
+                found = await asyncio.wait_for(self._made(spec), _WAIT_S)
             except TimeoutError:
                 raise Overloaded(f"its grammar is not ready after {_WAIT_S:.0f} s; try again later") from None
         return found
+
+    async def _made(self, spec: GrammarSpec) -> LLMatcher:
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(self._trials, self._try, spec)
+        return await loop.run_in_executor(self._thread, self._compile, spec)
+
+    def _try(self, spec: GrammarSpec) -> None:
+        """Raises BadRequest unless compiling it ends within bounds of time and memory."""
+        if len(spec.text) > LARGEST_TEXT:
+            raise BadRequest(f"the schema has {len(spec.text)} characters; at most {LARGEST_TEXT} are possible")
+        with self._lock:
+            reason = self._refused.get(spec)
+        if reason is None and self._find(spec) is None:
+            # Only grammars of our own name tokens.
+            reason = _trial(_written(spec), self._vocab_size if spec.kind == "lark" else 0)
+        if reason:
+            with self._lock:
+                self._refused[spec] = reason
+                while len(self._refused) > _KEPT:
+                    self._refused.popitem(last=False)
+            raise BadRequest(reason)
 
     def _find(self, spec: GrammarSpec) -> LLMatcher | None:
         with self._lock:
@@ -117,16 +137,14 @@ class Grammars:
         found = self._find(spec)
         if found is not None:
             return found
-        if len(spec.text) > LARGEST_TEXT:
-            raise BadRequest(f"the schema has {len(spec.text)} characters; at most {LARGEST_TEXT} are possible")
         try:
-            matcher = LLMatcher(self._known_tokens(), self._lark(spec), log_level=0, limits=_LIMITS)
+            matcher = LLMatcher(self._known_tokens(), self._lark(spec), log_level=0, limits=LIMITS)
         except BadRequest:
             raise
         # A fault inside llguidance is no Exception, and fails this one request like an invalid grammar.
         except BaseException as error:
-            raise BadRequest(_one_line(f"{type(error).__name__}: {error}")) from error
-        if reason := _one_line(matcher.get_error()) or self._tried(matcher.deep_copy()):
+            raise BadRequest(one_line(f"{type(error).__name__}: {error}")) from error
+        if reason := one_line(matcher.get_error()) or self._tried(matcher.deep_copy()):
             raise BadRequest(reason)
         self._keep(spec, matcher)
         return matcher
@@ -148,12 +166,12 @@ class Grammars:
             bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
             tokens = np.flatnonzero(np.unpackbits(bits, bitorder="little")).tolist()
             if matcher.is_error() or not tokens:
-                return _one_line(matcher.get_error()) or _NOTHING_FITS
+                return one_line(matcher.get_error()) or NOTHING_FITS
             if tokens[0] in self._eos_token_ids:
                 return ""
             matcher.consume_token(tokens[0])
         matcher.compute_bitmask()
-        return _one_line(matcher.get_error())
+        return one_line(matcher.get_error())
 
     def _keep(self, spec: GrammarSpec, matcher: LLMatcher) -> None:
         with self._lock:
@@ -178,12 +196,14 @@ class Grammars:
         return self._vocabulary
 
 
-def _one_line(text: str) -> str:
-    """What a message of llguidance's says, in a line."""
-    line = " ".join(_PLACE.sub("", _DUMP.split(text)[0]).split())
-    if line.startswith("NoExtension"):
-        return _NOTHING_FITS
-    return line if len(line) <= _MESSAGE_LENGTH else line[: _MESSAGE_LENGTH - 3] + "..."
+def _trial(grammar: str, vocab_size: int) -> str:
+    """Why a grammar cannot be used, "" if it can."""
+    try:
+        return _TRIALS.call((grammar, vocab_size))
+    except Refused as error:
+        return str(error)
+    except LimitExceeded as error:
+        return f"it is too complex: {error}"
 
 
 class Constraint:
@@ -222,6 +242,6 @@ class Constraint:
             # Inside a string such a token would stand for its own text, but the engine would end the answer there.
             mask[[token for token in self._end_tokens if token < width]] = False
         if self._matcher.is_error() or not mask.any():
-            self.error = _one_line(self._matcher.get_error()) or "no token is possible"
+            self.error = one_line(self._matcher.get_error()) or "no token is possible"
             return None
         return mask

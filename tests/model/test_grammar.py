@@ -13,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from llguidance import LLParserLimits
 
+from omlx import worker
 from omlx.errors import BadRequest, Overloaded
 from omlx.model import grammar
 from omlx.model.grammar import Constraint, Grammars
@@ -356,7 +357,7 @@ async def test_what_a_client_knows_of_llguidance_does_not_count(grammars):
 
 
 def test_an_answer_whose_grammar_gives_up_fails_alone(runner, loaded, monkeypatch):
-    monkeypatch.setattr(grammar, "_LIMITS", LLParserLimits(max_lexer_states=60))
+    monkeypatch.setattr(grammar, "LIMITS", LLParserLimits(max_lexer_states=60))
     bench = Asking(runner, Grammars(loaded.tokenizer, loaded.vocab_size, loaded.eos_token_ids))
     other = bench.begin("another", None, max_tokens=20)
     schema = {"type": "string", "pattern": "^(.*a){10}[^x]{30}$"}
@@ -413,3 +414,41 @@ def test_a_complete_answer_ends_whatever_is_said_of_end_tokens(bench):
     request = bench.begin("p", grammar.json_schema({"const": [1]}, strict=True), ignore_eos=True, max_tokens=30)
     bench.run()
     assert (json.loads(bench.text(request)), bench.reason(request)) == ([1], "stop")
+
+
+# ---- what compiles for ever
+
+
+def endless(patterns: int = 24) -> GrammarSpec:
+    """Each pattern more doubles the time and the memory."""
+    schema = {"allOf": [{"type": "string", "pattern": f"a{index}b"} for index in range(patterns)]}
+    return grammar.json_schema(schema, strict=True)
+
+
+async def test_a_grammar_without_bounds_is_refused_and_delays_no_other(grammars, monkeypatch):
+    pool = worker.WorkerPool("omlx.model.grammar_worker", cpu_s=10_000, memory=4 << 30)
+    monkeypatch.setattr(grammar, "_TRIALS", pool)
+    running = [asyncio.create_task(grammars.compile(endless(patterns))) for patterns in (60, 61)]
+    try:
+        assert await grammars.compile(grammar.json_schema(POINT, strict=True))
+        assert not any(task.done() for task in running)
+    finally:
+        pool.stop()
+    for task in running:
+        with pytest.raises(Overloaded):
+            await task
+
+
+@pytest.mark.parametrize(
+    ("bounds", "reason"), [((1, 4 << 30), "1 s of processor time"), ((10_000, 64 << 20), "memory")]
+)
+async def test_bounds_of_time_and_memory(grammars, monkeypatch, bounds, reason):
+    pool = worker.WorkerPool("omlx.model.grammar_worker", cpu_s=bounds[0], memory=bounds[1])
+    monkeypatch.setattr(grammar, "_TRIALS", pool)
+    with pytest.raises(BadRequest, match=f"too complex: .*{reason}"):
+        await grammars.compile(endless())
+    pool.stop()
+    # What was refused is known: no process is asked.
+    monkeypatch.setattr(grammar, "_TRIALS", None)
+    with pytest.raises(BadRequest, match="too complex"):
+        await grammars.compile(endless())
