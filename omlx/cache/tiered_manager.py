@@ -198,15 +198,19 @@ def _stored(folder: str, manager: TieredCacheManager | None, on_disk: FolderFigu
     return Stored(manager.model_name, True, Held(*store.held_in_ram), ssd, max(used, store.last_used_ns))
 
 
-def open_root(config: CacheConfig) -> DiskStore | None:
+def open_root(config: CacheConfig, *, wait_for_lock: bool = False) -> DiskStore | None:
     """Opens the cache root, as a model's stack does, to be held while none is loaded; None without an SSD tier.
 
-    Limits and expiry work from now on. To be given back with `release_store`. Raises StoreLocked.
+    Limits and expiry work from now on. To be given back with `release_store`. Raises StoreLocked if another process
+    works on the root, unless `wait_for_lock`: then the store takes over when that process ends.
     """
     root = config.paged_ssd_cache_dir
     if root is None or not config.ssd_enabled:
         return None
-    return open_store(root, config.max_paged_ssd_cache_size, DEFAULT_QUEUE_BYTES, ttl_s=config.cache_ttl)
+    return open_store(
+        root, config.max_paged_ssd_cache_size, DEFAULT_QUEUE_BYTES, ttl_s=config.cache_ttl,
+        wait_for_lock=wait_for_lock,
+    )  # fmt: skip
 
 
 def open_features_folder(config: CacheConfig) -> VisionFeatureSSDCache | None:
@@ -237,6 +241,7 @@ def clear_cache(
     disk = open_root(config)
     try:
         if disk is not None:
+            disk.raise_if_locked()
             wanted = None if model_name is None else folder_name(model_name)
             found |= (
                 disk.blocks.clear(wanted)

@@ -39,7 +39,6 @@ from omlx.scheduler import Scheduler, SchedulerConfig
 from omlx.sizes import format_size
 from omlx.storage.clearing import Cleared
 from omlx.storage.disk_store import DiskStore
-from omlx.storage.folder import StoreLocked
 from omlx.storage.hot_tier import HotTier
 from omlx.storage.open_stores import release_store
 
@@ -154,10 +153,8 @@ class EnginePool:
     def _hold_root(self) -> None:
         """Keeps the cache folder open, whether a model is loaded or not: its limits hold, and blocks expire."""
         if self._root is None:
-            try:
-                self._root = open_root(self.config)
-            except StoreLocked:
-                return  # said when a model is loaded, which tries again
+            # Where another server holds the folder this one takes over when that one ends.
+            self._root = open_root(self.config, wait_for_lock=True)
             self._features = open_features_folder(self.config)
 
     def models(self) -> list[ServedModel]:
@@ -408,12 +405,7 @@ class EnginePool:
     def _open_tiers(self, name: str, identity: CacheIdentity, vision: bool) -> TieredCacheManager | None:
         config = self.config
         self._hold_root()
-        try:
-            return self._tiers(config, name, identity, vision) if config.enabled else None
-        except StoreLocked as error:
-            log.warning("%s: serving without the SSD tier", error)
-            config = replace(config, paged_ssd_cache_dir=None)
-            return self._tiers(config, name, identity, vision) if config.enabled else None
+        return self._tiers(config, name, identity, vision) if config.enabled else None
 
     def _tiers(self, config: SchedulerConfig, name: str, identity: CacheIdentity, vision: bool) -> TieredCacheManager:
         return TieredCacheManager(

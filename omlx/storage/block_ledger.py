@@ -394,6 +394,7 @@ class BlockLedger:
         their bytes.
         """
         with self._lock:
+            self._table.set_future_uses_to_now()
             old = takewhile(lambda entry: entry.used < before_ns, self._table.entries())
             wanted = (e for e in old if folder in (None, e.folder))
             gone = list(islice((e for e in wanted if e.key not in self._pins and e.key not in self._stuck), most))
@@ -547,6 +548,7 @@ class BlockLedger:
             self._index_bytes = index_bytes
             self._stuck.clear()  # it may be another folder; what still cannot be removed comes back
             self._table.load(packed)
+            self._table.set_future_uses_to_now()
             self._eviction.refresh()
             self._families.clear()
 

@@ -67,6 +67,7 @@ class Slots:
 _META_COLUMNS = ("parent_length", "token_count", "start", "exact_tokens", "cuts", "numerics", "file_size")
 _FEW = 16  # blocks that are found faster one by one
 _GROWTH = 1.5
+_CLOCK_SLACK_NS = 10**9  # stamps of blocks used at once run a little ahead of the clock
 _ROOM = 1024
 _OK, _STALE, _UNIDENTIFIED = 0, 1, 2
 
@@ -403,8 +404,30 @@ class BlockTable:
             self._note(slot, key)
 
     def stamp(self) -> int:
+        self.set_future_uses_to_now()
         self._last_used = max(self._last_used + 1, time.time_ns())
         return self._last_used
+
+    def set_future_uses_to_now(self) -> None:
+        """Gives entries whose last use lies in the future, since the clock was set back, times just before now.
+
+        Their order is unchanged. Without this they would not expire until the clock reaches those times again.
+        """
+        now = time.time_ns()
+        if self._last_used <= now + _CLOCK_SLACK_NS:
+            return
+        slots, used = self._slots(), self._records.arrays["used"]
+        slots = slots[np.argsort(used[slots], kind="stable")]
+        late = slots[used[slots] > now]
+        used[late] = now - len(late) + 1 + np.arange(len(late))
+        # Those used just before now must not come after them.
+        early = slots[: len(slots) - len(late)]
+        used[early] = np.minimum(used[early], now - len(late))
+        for slot in late.tolist():
+            entry = self._entry(slot)
+            self._note(slot, entry.key)
+        self._last_used = now
+        self.folder_used = {folder: min(ns, now) for folder, ns in self.folder_used.items()}
 
     def sort(self) -> None:
         """Puts entries in order after some were added out of it."""

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from omlx.storage.block_table import Change, Entry, Packed, Row, entry_of, pack_rows
 from omlx.storage.bookkeeping import Key
-from omlx.storage.folder import remove
-from omlx.storage.snapshot import read_snapshot, write_snapshot
+from omlx.storage.folder import SNAPSHOT_NAME, remove, set_aside
+from omlx.storage.snapshot import is_snapshot, read_snapshot, write_snapshot
 from omlx.storage.tensor_file import temporary_path
 
 log = logging.getLogger(__name__)
@@ -50,6 +50,9 @@ class IndexFile:
         try:
             try:
                 self._db = self._open()
+            except _ForeignFile as exc:
+                log.warning("%s: renamed to %s; the cache makes an index of its own", exc, set_aside(path))
+                self._db = self._open()
             except (sqlite3.Error, ValueError, PermissionError, IsADirectoryError) as exc:
                 if isinstance(exc, sqlite3.Error) and not is_lost(exc):
                     raise
@@ -64,6 +67,7 @@ class IndexFile:
         os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
         db = sqlite3.connect(self.path, timeout=1.0, isolation_level=None, check_same_thread=False)
         try:
+            _refuse_foreign(self.path, db)
             db.execute("PRAGMA auto_vacuum = FULL")  # it shrinks with the cache
             db.execute("PRAGMA journal_mode = TRUNCATE")
             db.execute("PRAGMA synchronous = OFF")
@@ -111,9 +115,17 @@ class IndexFile:
             self._drop_snapshot()
 
     def _drop_snapshot(self) -> None:
+        self._set_aside_foreign_snapshot()
         for path in (self._snapshot, temporary_path(self._snapshot)):
             with contextlib.suppress(OSError):
                 remove(path)
+
+    def _set_aside_foreign_snapshot(self) -> None:
+        """A file of another program is renamed: only what begins as our snapshots do is deleted."""
+        with contextlib.suppress(OSError):
+            if self._snapshot.stat().st_size and not is_snapshot(self._snapshot):
+                aside = set_aside(self._snapshot)
+                log.warning("%s is no index snapshot: renamed to %s", self._snapshot, aside)
 
     def save(self, changes: list[Change]) -> None:
         """Writes some changes, all or none. Raises sqlite3.Error."""
@@ -186,13 +198,25 @@ class IndexFile:
         return self.path.with_name(self.path.name + "-journal")
 
     def _remove(self) -> None:
+        self._set_aside_foreign_snapshot()
         remove(self.path)
         remove(self._journal)
         remove(self._snapshot)
 
 
+class _ForeignFile(Exception):
+    """A database that somebody else made under our name; nothing in it may be changed."""
+
+
+def _refuse_foreign(path: Path, db: sqlite3.Connection) -> None:
+    tables = [name for (name,) in db.execute("SELECT name FROM sqlite_schema WHERE type = 'table'")]
+    columns = {row[1] for row in db.execute("PRAGMA table_info(blocks)")}
+    if set(tables) - {"blocks", "snapshot"} or (tables and not {"folder", "hash"} <= columns):
+        raise _ForeignFile(f"{path} is a database of another program")
+
+
 def snapshot_path(index: Path) -> Path:
-    return index.with_name(index.stem + ".snapshot")
+    return index.with_name(SNAPSHOT_NAME)
 
 
 def read_index(path: Path) -> list[Entry]:

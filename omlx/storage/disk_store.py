@@ -32,7 +32,9 @@ from omlx.storage.folder import (
     file_mark,
     key_of,
     make_folder,
+    raise_if_locked,
     remove,
+    tree_mark,
 )
 from omlx.storage.recovery import Recovery, compare, stale_entry
 from omlx.storage.siblings import FEW
@@ -50,6 +52,7 @@ _COMMIT_ROWS = 64  # small transactions keep SQLite's journal small
 _HEADS_S = 0.25  # for heads of files whose tokens are looked for at once
 _OPEN_WAIT_S = 2.0  # a start waits this long for the index to be complete, then goes on without
 _RETRY_S = (0.5, 30.0)  # after a failure: first wait, longest wait
+_RETRY_LOCK_S = 2.0  # longest wait while another process has the folder
 _PORTION, _PORTION_EVERY_S = 1000, 0.1  # expired blocks that are removed at once
 # The name or the place of the file is of no use, and will be at every try.
 _FOR_GOOD = frozenset((errno.ENAMETOOLONG, errno.ENOTDIR, errno.EEXIST, errno.EINVAL))
@@ -71,12 +74,14 @@ class DiskStore:
     """Blocks of all models under `root`, in files of at most `max_bytes` in total; thread-safe.
 
     `blocks` takes and answers for them. A folder that cannot be used now is no error: the store is
-    empty, says so once in the log, and tries again. Raises StoreLocked if another process has it.
+    empty, says so once in the log, and tries again. If another process has it this raises StoreLocked, or with
+    `wait_for_lock` treats it as such a folder: the store takes over when that process ends.
     """
 
     def __init__(
-        self, root: Path, max_bytes: int, queue_bytes: int, reserve_bytes: int | None, ttl_s: float = 0
-    ) -> None:
+        self, root: Path, max_bytes: int, queue_bytes: int, reserve_bytes: int | None, ttl_s: float = 0,
+        *, wait_for_lock: bool = False,
+    ) -> None:  # fmt: skip
         self.root = root
         self.index_damaged = 0  # how often the index file had to be made anew, or its snapshot could not be used
         self._queue = WriteQueue("omlx-writer", queue_bytes, self._work, self._rest, self._end)
@@ -87,6 +92,7 @@ class DiskStore:
         self._index: IndexFile | None = None
         self._tokens = RecentTokens()
         self._index_mark = ""  # of the index file as we left it last
+        self._tree_changed = False  # block files came or went since the folder was closed
         self._untold: set[Path] = set()  # removed files that SQLite may still have a row of
         self._complete = threading.Event()
         self._recovery = Recovery(root, self.blocks)
@@ -96,11 +102,18 @@ class DiskStore:
         self._expiry = Expiry(ttl_s, self._queue.wake_in)
         try:
             self._connect()
-        except OSError as exc:
+        except (OSError, StoreLocked) as exc:
+            if isinstance(exc, StoreLocked) and not wait_for_lock:
+                raise
             self._trouble("open", exc)
         self._queue.append(("call", self._complete_index))
         self._queue.start()
         self._complete.wait(_OPEN_WAIT_S)
+
+    def raise_if_locked(self) -> None:
+        """Raises StoreLocked while another process works on the folder."""
+        if not self._connected():
+            raise_if_locked(self.root)
 
     def add_user(self, user: StoreUser) -> None:
         """Users are held weakly."""
@@ -314,6 +327,8 @@ class DiskStore:
                 self._ensure_connected()
                 self._works("open", "read")
             except (OSError, StoreLocked) as exc:
+                if isinstance(exc, StoreLocked):  # a look at the lock costs little, and the other may end any moment
+                    self._retry_s = min(self._retry_s, _RETRY_LOCK_S)
                 self._back_off()
                 self._trouble("open", exc)
         self._measure()
@@ -344,7 +359,8 @@ class DiskStore:
         make_folder(self.root)
         lock = FolderLock(self.root)
         path = self.root / INDEX_NAME
-        as_left = lock.note in ("", file_mark(path))
+        index_mark, _, tree = lock.note.rpartition(" ")
+        as_left = lock.note == "" or index_mark == file_mark(path)
         try:
             index = IndexFile(path)
             packed = index.load(as_left=as_left)
@@ -356,6 +372,7 @@ class DiskStore:
             raise
         if self._lock_file is not None:
             self._disconnect(clean=False)
+        self._tree_changed = tree != tree_mark(self.root)
         self.index_damaged += index.damaged + index.snapshot_damaged
         self.blocks.load(packed, index.nbytes())  # before it counts as connected: blocks of a lost folder are no damage
         if not as_left:
@@ -371,7 +388,8 @@ class DiskStore:
         if self._index is not None and self._lock_file is not None:
             packed = self.blocks.pack() if clean else None
             self._index.close(packed)
-            self._lock_file.release(file_mark(self._index.path) if packed is not None else "")
+            mark = file_mark(self._index.path) if packed is not None else ""
+            self._lock_file.release(f"{mark} {tree_mark(self.root)}" if mark else "")
         self._index = self._lock_file = None
 
     def _complete_index(self) -> None:
@@ -380,10 +398,11 @@ class DiskStore:
         Sizes first, so that the limit holds before anything is written; headers are read beside the work.
         """
         found = []
-        if self._index is not None and not self._index.clean:
-            found = self._recovery.count_files(distrust=self._index.damaged)
+        if self._index is not None and (self._tree_changed or not self._index.clean):
+            found = self._recovery.count_files(distrust=self._index.damaged, drop_missing=not self._index.clean)
             self._unlink_doomed()  # the limit holds before anything new is written
         if found:
+            self._complete.clear()  # also when the folder was taken up long after the start
             self._recovery.identify(found, self._all_identified)
         else:
             self._complete.set()

@@ -386,7 +386,7 @@ class FeatureFolder:
             if entry is None or entry.pending is not None or entry.key in self._used:
                 return None
         with contextlib.suppress(FileNotFoundError):
-            if self._path(entry.key).stat().st_mtime_ns >= before_ns:
+            if self._used_ns(entry.key) >= before_ns:
                 return None
         with self._lock:
             if not self._index.holds(entry) or entry.key in self._used:
@@ -413,8 +413,16 @@ class FeatureFolder:
             if entry.pending is not None or entry.key in self._used:
                 return False
         with contextlib.suppress(FileNotFoundError):
-            return self._path(entry.key).stat().st_mtime_ns < before_ns
+            return self._used_ns(entry.key) < before_ns
         return True
+
+    def _used_ns(self, key: FeatureKey) -> int:
+        """When the file was last used. A time in the future, from before the clock was set back, becomes now."""
+        path, now = self._path(key), time.time_ns()
+        used = path.stat().st_mtime_ns
+        if used > now:
+            os.utime(path, ns=(now, now))
+        return min(used, now)
 
     def _forsake(self, entry: Entry, found: dict[FeatureKey, int], *, again: bool) -> None:
         """`again`: also features that were used since they were looked at."""

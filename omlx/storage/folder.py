@@ -21,6 +21,7 @@ from omlx.storage.tensor_file import TEMP_PREFIX, TEMP_SUFFIX
 
 LOCK_NAME = ".lock"
 INDEX_NAME = "index.sqlite"
+SNAPSHOT_NAME = "index.snapshot"
 VISION_FOLDER = "vision_features"  # of image features, beside the models' folders
 SUFFIX = ".safetensors"
 MAX_HASH_BYTES = 64
@@ -67,7 +68,8 @@ def folder_name(model_name: str) -> str:
 
 def _is_taken(name: str) -> bool:
     """Whether the root has another use for an entry of this name."""
-    return len(name) < 2 or name.lower().startswith(INDEX_NAME) or name.lower() == VISION_FOLDER
+    lower = name.lower()
+    return len(name) < 2 or lower.startswith((INDEX_NAME, SNAPSHOT_NAME)) or lower == VISION_FOLDER
 
 
 def escaped(text: str, kept: str) -> str:
@@ -163,7 +165,33 @@ def remove(path: Path) -> None:
     except OSError:
         if not path.is_dir():
             raise
-        os.rename(path, path.with_name(f"{path.name}.set-aside-{time.time_ns()}"))
+        set_aside(path)
+
+
+def set_aside(path: Path) -> Path:
+    """Renames what is not ours and stands in the place of a file of ours; returns the new path. Raises OSError."""
+    aside = path.with_name(f"{path.name}.set-aside-{time.time_ns()}")
+    os.rename(path, aside)
+    return aside
+
+
+def tree_mark(root: Path) -> str:
+    """Tells whether block files under the root came or went: a digest of the shard folders and their times.
+
+    Reads no shard, so it takes as long with a million blocks as with one.
+    """
+    digest = hashlib.sha256()
+    for folder in sorted(folders(root)):
+        for name in sorted(_subfolders(folder)):
+            if name in _HEX:
+                with contextlib.suppress(OSError):
+                    shard = folder / name
+                    digest.update(
+                        f"{shard.relative_to(root).as_posix()}\0{shard.stat().st_mtime_ns}\n".encode(
+                            "utf-8", "surrogateescape"
+                        )
+                    )
+    return digest.hexdigest()[:32]
 
 
 def file_mark(path: Path) -> str:
@@ -188,10 +216,10 @@ class FolderLock:
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as exc:
-            holder, _ = read_lock(self._fd)
+            locked = _locked_by(root, self._fd)
             os.close(self._fd)
             if isinstance(exc, BlockingIOError):
-                raise StoreLocked(f"the cache folder {root} is in use by process {holder or 'unknown'}") from exc
+                raise locked from exc
             raise
         _, self.note = read_lock(self._fd)
         self._write()
@@ -215,7 +243,21 @@ class FolderLock:
         os.close(self._fd)
 
 
+def raise_if_locked(root: Path) -> None:
+    """Raises StoreLocked if another process works on the root; takes no lock for longer than the look."""
+    with contextlib.suppress(OSError), open(root / LOCK_NAME, "rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise _locked_by(root, file.fileno()) from None
+
+
+def _locked_by(root: Path, fd: int) -> StoreLocked:
+    holder, _ = read_lock(fd)
+    return StoreLocked(f"the cache folder {root} is in use by process {holder or 'unknown'}")
+
+
 def read_lock(fd: int) -> tuple[str, str]:
     """What an open lock file says: the number of the process that took the lock last, and its note."""
-    pid, _, note = os.pread(fd, 100, 0).decode("ascii", "replace").partition("\n")
+    pid, _, note = os.pread(fd, 200, 0).decode("ascii", "replace").partition("\n")
     return pid.strip(), note.strip()

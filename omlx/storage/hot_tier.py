@@ -192,6 +192,8 @@ class HotTier:
                 self._gone.add(name, meta, "expired")
 
     def _of(self, name: str, spare_pinned: bool, before_ns: int | None) -> list[Key]:
+        if before_ns is not None:
+            self._set_future_uses_to_now()
         return [
             key
             for key, held in self._held.items()
@@ -199,6 +201,12 @@ class HotTier:
             and not (spare_pinned and key in self._pins)
             and (before_ns is None or held.used < before_ns)
         ]
+
+    def _set_future_uses_to_now(self) -> None:
+        """After the clock was set back, blocks used before that count as used now."""
+        now = time.time_ns()
+        for held in self._held.values():
+            held.used = min(held.used, now)
 
     def _drop_all(self, keys: list[Key]) -> list[BlockMeta]:
         metas = [self._held[key].meta for key in keys]

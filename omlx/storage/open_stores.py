@@ -12,12 +12,16 @@ _side_bytes: dict[Path, int] = {}  # what others keep in folders that lie, or ma
 
 
 def open_store(
-    root: Path, max_bytes: int, queue_bytes: int, reserve_bytes: int | None = None, ttl_s: float = 0
-) -> DiskStore:
-    """The store of this root, opened by the first of its users; the lowest limits hold. Raises StoreLocked."""
+    root: Path, max_bytes: int, queue_bytes: int, reserve_bytes: int | None = None, ttl_s: float = 0,
+    *, wait_for_lock: bool = False,
+) -> DiskStore:  # fmt: skip
+    """The store of this root, opened by the first of its users; the lowest limits hold.
+
+    Raises StoreLocked if another process has the root, unless `wait_for_lock`: then the store takes over later.
+    """
 
     def make(root: Path) -> DiskStore:
-        store = DiskStore(root, max_bytes, queue_bytes, reserve_bytes, ttl_s)
+        store = DiskStore(root, max_bytes, queue_bytes, reserve_bytes, ttl_s, wait_for_lock=wait_for_lock)
         for folder, nbytes in _side_bytes.items():
             if folder.is_relative_to(root):
                 store.blocks.count_other_files(str(folder), nbytes)

@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
@@ -38,7 +39,7 @@ def find_blocks(root: Path, seen: Callable[[Key], bool]) -> Iterator[Entry]:
             elif not seen(file.key):
                 stat = file.path.stat()
                 meta = BlockMeta(file.key[1], 0, file_size=stat.st_size)
-                yield Entry(file.key[0], meta, stat.st_mtime_ns, identified=False)
+                yield Entry(file.key[0], meta, min(stat.st_mtime_ns, time.time_ns()), identified=False)
 
 
 class Recovery:
@@ -50,8 +51,8 @@ class Recovery:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def count_files(self, *, distrust: bool) -> list[Entry]:
-        """Gives every file an entry with its size, and takes away the entries without one.
+    def count_files(self, *, distrust: bool, drop_missing: bool = True) -> list[Entry]:
+        """Gives every file an entry with its size, and with `drop_missing` takes away the entries without one.
 
         Returns those that are still to be identified. `distrust`: somebody changed the index, so sizes are compared.
         """
@@ -59,7 +60,8 @@ class Recovery:
         for entry in find_blocks(self._root, self._see_unless_changed if distrust else self._blocks.see):
             self._blocks.add_found(entry)
             found.append(entry)
-        self._blocks.keep_only_seen()
+        if drop_missing:
+            self._blocks.keep_only_seen()
         self._blocks.in_order()
         return found
 

@@ -44,6 +44,12 @@ def write_snapshot(path: Path, packed: Packed) -> bytes:
     return digest
 
 
+def is_snapshot(path: Path) -> bool:
+    """Whether a file begins as our snapshots of any version do. Raises OSError."""
+    with opened(path) as fd, open(fd, "rb", closefd=False) as file:
+        return file.read(len(_MAGIC) - 1) == _MAGIC[:-1]
+
+
 def read_snapshot(path: Path, checksum: bytes) -> Packed:
     """What was written under this checksum. Raises ValueError if the file holds anything else, OSError."""
     found = xxhash.xxh3_128()

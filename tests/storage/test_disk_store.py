@@ -1,8 +1,10 @@
+import contextlib
 import errno
 import logging
 import os
 import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
 import tempfile
@@ -14,10 +16,12 @@ from pathlib import Path
 import pytest
 
 from omlx.storage import open_stores
-from omlx.storage.folder import INDEX_NAME, StoreLocked, block_path
+from omlx.storage.block_table import BlockTable, Entry
+from omlx.storage.folder import INDEX_NAME, FolderLock, StoreLocked, block_path, folder_name, model_of
 from omlx.storage.open_stores import open_store, release_store
 from omlx.storage.tensor_file import BlockMeta, read_block_file, write_block_file
 from tests.storage.blocks import DAMAGES, block, damage, meta, name, our_bytes, same, write
+from tests.storage.children import wait_for
 
 MB = 1 << 20
 SIZE = meta(0).file_size
@@ -516,7 +520,8 @@ SCRIPT = """
     from pathlib import Path
     from omlx.storage.open_stores import open_store
     from omlx.storage.tensor_file import write_block_file
-    from tests.storage.blocks import block, meta
+    from tests.storage.children import wait_for
+from tests.storage.blocks import block, meta
     store = open_store(Path(sys.argv[1]), 1 << 30, 1 << 30)
     for n in range(int(sys.argv[2]), int(sys.argv[3])):
         store.blocks.put("m", meta(n), block(n), write_block_file, may_wait=False)
@@ -554,7 +559,8 @@ AS_NOBODY = """
     from omlx.storage.open_stores import open_store, release_store
     from omlx.storage.folder import block_path
     from omlx.storage.tensor_file import read_block_file, write_block_file
-    from tests.storage.blocks import block, meta, name, same
+    from tests.storage.children import wait_for
+from tests.storage.blocks import block, meta, name, same
     root = Path(sys.argv[1])
     block(0)
     if os.getuid() == 0:
@@ -649,3 +655,83 @@ def test_metadata_with_odd_hashes_survives(opened):
     (store.root / INDEX_NAME).unlink()
     store = opened()
     assert {m.block_hash for m in store.blocks.metas("")} == {b"\x00", b"\xff" * 64}
+
+
+# ---- the clock, what others put into the folder
+
+
+def test_blocks_used_before_the_clock_was_set_back_expire_and_keep_their_order(tmp_path, monkeypatch):
+    now = time.time_ns()
+    day = 86_400 * 10**9
+    table = BlockTable()
+    monkeypatch.setattr(time, "time_ns", lambda: now + day)
+    for n in range(3):
+        table.add(Entry("m", meta(n), table.stamp()))
+    monkeypatch.setattr(time, "time_ns", lambda: now)
+    table.set_future_uses_to_now()
+    used = [entry.used for entry in table.entries()]
+    assert used == sorted(set(used)) and used[-1] == now
+    assert [entry.key[1] for entry in table.entries()] == [name(n) for n in range(3)]
+    assert table.stamp() == now + 1
+
+
+def test_a_models_folder_that_is_copied_in_is_found_and_counted(opened, tmp_path):
+    store = opened()
+    for n in range(3):
+        put(store, n)
+    store.flush()
+    release_store(store, 5)
+    shutil.copytree(store.root / "m", store.root / "copied")
+    store = opened()
+    assert wait_for(lambda: held(store, "copied") == {0, 1, 2}) and held(store) == {0, 1, 2}
+    assert store.check() == []
+    release_store(store, 5)
+    shutil.copytree(store.root / "m", store.root / "again")
+    store = opened(max_bytes=4 * SIZE)
+    store.flush()
+    assert sum(path.stat().st_size for path in store.root.rglob("*.safetensors")) <= 4 * SIZE
+
+
+def test_a_database_of_another_program_is_set_aside_unchanged(opened, tmp_path):
+    root = tmp_path / "root"
+    root.mkdir()
+    with contextlib.closing(sqlite3.connect(root / INDEX_NAME)) as db:
+        db.execute("CREATE TABLE mine (x)")
+        db.execute("PRAGMA user_version = 4")
+        db.commit()
+    content = (root / INDEX_NAME).read_bytes()
+    (root / "index.snapshot").write_text("a note of mine")
+    store = opened()
+    assert put(store, 1) and store.flush()
+    release_store(store, 5)
+    (database,) = root.glob("index.sqlite.set-aside-*")
+    (note,) = root.glob("index.snapshot.set-aside-*")
+    assert database.read_bytes() == content and note.read_text() == "a note of mine"
+
+
+@pytest.mark.parametrize("model", ["index.snapshot", "Index.Snapshot", "index.sqlite", "index.sqlite-journal", ".lock"])
+def test_a_model_named_as_a_file_of_ours_keeps_its_blocks(opened, model):
+    folder = folder_name(model)
+    assert model_of(folder) == model
+    for _ in range(2):
+        store = opened()
+        assert put(store, 1, folder) and store.flush()
+        release_store(store, 5)
+    store = opened()
+    assert held(store, folder) == {1}
+
+
+def test_a_store_that_waits_for_the_lock_takes_over(opened, tmp_path):
+    root = tmp_path / "root"
+    root.mkdir()
+    other = FolderLock(root)
+    store = open_store(root, 64 * MB, 64 * MB, 0, wait_for_lock=True)
+    try:
+        with pytest.raises(StoreLocked, match=str(os.getpid())):
+            store.raise_if_locked()
+        other.release()
+        assert wait_for(lambda: store.check() == [])
+        assert put(store, 1) and store.flush() and path_of(store, 1).exists()
+        store.raise_if_locked()
+    finally:
+        release_store(store, 5)
