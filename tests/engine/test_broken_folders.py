@@ -254,3 +254,19 @@ async def test_what_is_no_exception_is_answered_in_json(home: Path) -> None:
         answer = await client.get("/panic")
     assert (answer.status_code, answer.json()["error"]["code"]) == (500, "internal_error")
     assert "disco" not in answer.text
+
+
+@pytest.mark.parametrize("template", ["{{ 'a' * 10**14 }}", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "{{"])
+async def test_a_template_that_cannot_be_rendered_is_that_requests_fault(template: str, home: Path) -> None:
+    edit(models_folder(home) / "broken" / "tokenizer_config.json", chat_template=template)
+    pool = EnginePool(SchedulerConfig(block_size=16), home)
+    await pool.start()
+    try:
+        async with client_of(pool, home) as client:
+            refused = await client.post("/v1/chat/completions", json=question("broken"))
+            assert refused.status_code == 400
+            start, _, reason = refused.json()["error"]["message"].partition(": ")
+            assert "chat template" in start and reason
+            assert (await client.post("/v1/chat/completions", json=question("good"))).status_code == 200
+    finally:
+        await pool.stop(5.0)
