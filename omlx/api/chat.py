@@ -168,6 +168,10 @@ T = TypeVar("T")
 _PROMPT_THREADS = 4
 _prompt_threads: dict[str, ThreadPoolExecutor] = {}  # by the names of the models that were used
 
+# A text of up to so many characters is tokenized as a whole; a longer one is counted first, in pieces of this size.
+_UNCOUNTED = 1 << 20
+_PIECE = 1 << 18
+
 # OpenAI's words. Clients know by them that a model with a longer context may do (litellm, agents that shorten).
 _LONGEST = "this model's maximum context length is"
 
@@ -286,14 +290,32 @@ def encode(engine: Engine, text: str, field: str, *, special: bool = True) -> li
     """
     most = engine.context_length * engine.longest_token
     if len(text) > most:
-        raise BadRequest(
-            f"{field}: {len(text)} characters are more than {engine.context_length} tokens can hold, and {_LONGEST} "
-            f"{engine.context_length}{engine.context_note}",
-            param=field,
-            code="context_length_exceeded",
-        )
+        raise _too_long(engine, field, f"{len(text)} characters are more than {engine.context_length} tokens can hold")
     with tokenizing(engine.name):
+        if len(text) > max(engine.context_length, _UNCOUNTED):
+            _check_count(engine, text, field)
         return list(engine.tokenizer.encode(text, add_special_tokens=special))
+
+
+def _check_count(engine: Engine, text: str, field: str) -> None:
+    """Raises BadRequest for a text with far more tokens than the context; counted in pieces.
+
+    A token is some 150 bytes in the tokenizer's own result, and freeing millions of them holds the GIL.
+    """
+    most = 2 * engine.context_length + len(text) // _PIECE
+    count = 0
+    for start in range(0, len(text), _PIECE):
+        count += len(engine.tokenizer.encode(text[start : start + _PIECE], add_special_tokens=False))
+        if count > most:
+            raise _too_long(engine, field, f"the first {start + _PIECE} characters have {count} tokens")
+
+
+def _too_long(engine: Engine, field: str, what: str) -> BadRequest:
+    return BadRequest(
+        f"{field}: {what}, and {_LONGEST} {engine.context_length}{engine.context_note}",
+        param=field,
+        code="context_length_exceeded",
+    )
 
 
 @contextmanager

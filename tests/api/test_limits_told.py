@@ -5,11 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fastapi import FastAPI
 
+from omlx.api import chat
 from omlx.server import create_app
 from omlx.settings import Settings
 from tests.admin.test_routes import Bench, serving
-from tests.api.fakes import FakePool
+from tests.api.fakes import FakeEngine, FakePool
 from tests.api.serving import CHAT, COMPLETION, call
 
 
@@ -104,3 +106,36 @@ def test_errors_have_the_shape_of_their_paths_dialect(tmp_path: Path) -> None:
     for path in ("/v1/messagesx", "/v1", "/x/v1/messages"):
         for headers in ({}, key):
             assert set(call(app, "POST", path, headers=headers).json()) == {"error", "request_id"}
+
+
+@pytest.mark.parametrize("characters", [5_000, 5_010, 100_000])
+def test_a_text_of_far_too_many_tokens_is_counted_up_to_twice_the_context_only(
+    app: FastAPI, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, characters: int
+) -> None:
+    monkeypatch.setattr(chat, "_UNCOUNTED", 1000)
+    monkeypatch.setattr(chat, "_PIECE", 100)
+    monkeypatch.setattr(FakeEngine, "longest_token", 1000, raising=False)
+    encoded: list[int] = []
+    encode = engine.tokenizer.encode
+
+    def counting(text: str, **options: Any) -> Any:
+        encoded.append(len(text))
+        return encode(text, **options)
+
+    monkeypatch.setattr(engine.tokenizer, "encode", counting)
+    error = call(app, "POST", "/v1/completions", json={"model": "tiny", "prompt": "x" * characters}).json()["error"]
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
+    assert str(engine.context_length) in error["message"]
+    assert max(encoded) == 100 and sum(encoded) <= 2 * engine.context_length + characters // 100 + 200
+
+
+def test_a_long_text_of_few_tokens_is_tokenized_as_a_whole(
+    app: FastAPI, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = {"model": "tiny", "prompt": "abc " * 300}
+    assert call(app, "POST", "/v1/completions", json=body).status_code == 200
+    monkeypatch.setattr(chat, "_UNCOUNTED", 10)
+    monkeypatch.setattr(chat, "_PIECE", 7)
+    monkeypatch.setattr(FakeEngine, "context_length", 1201, raising=False)
+    assert call(app, "POST", "/v1/completions", json=body).status_code == 200
+    assert engine.seen[0].prompt == engine.seen[1].prompt
