@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from omlx.api.chat import ChatPrompt, ChatRequest, ImagePart
+from omlx.api.custom_tools import custom_input
 from omlx.api.events import (
     Answer,
     CallArguments,
@@ -31,7 +32,7 @@ from omlx.api.events import (
 )
 from omlx.api.openai_body import ChatBody, CompletionBody, GenerationBody, Message, SamplingBody, validated
 from omlx.api.openai_content import content_of, text_of
-from omlx.api.openai_tools import called, output_format, template_args, tool_choice, tools, with_names
+from omlx.api.openai_tools import called, custom_names, output_format, template_args, tool_choice, tools, with_names
 from omlx.errors import BadRequest
 from omlx.request import SamplingParams, http_request_id
 
@@ -55,7 +56,7 @@ def parse_chat(body: dict[str, Any]) -> tuple[ChatRequest, "ChatDialect"]:
         tool_choice=tool_choice(fields),
         output_format=output_format(fields),
     )
-    return request, ChatDialect(fields, top_logprobs is not None)
+    return request, ChatDialect(fields, top_logprobs is not None, custom_names(fields))
 
 
 def parse_completion(body: dict[str, Any]) -> tuple[ChatRequest, "CompletionDialect"]:
@@ -253,9 +254,12 @@ class ChatDialect(OpenAIDialect):
     object_name = "chat.completion"
     chunk_name = "chat.completion.chunk"
 
-    def __init__(self, fields: GenerationBody, logprobs: bool) -> None:
+    def __init__(self, fields: GenerationBody, logprobs: bool, custom: frozenset[str] = frozenset()) -> None:
+        """`custom`: names of the custom tools, whose calls are told with an input instead of arguments."""
         super().__init__(fields, logprobs)
         self._begun: set[int] = set()
+        self._custom = custom
+        self._inputs: dict[tuple[int, int], str] = {}  # arguments so far of custom calls, by choice and index
 
     def _piece_choices(self, piece: Piece) -> list[dict[str, Any]]:
         delta = self._delta_of(piece)
@@ -270,17 +274,32 @@ class ChatDialect(OpenAIDialect):
             case ReasoningPiece():
                 return {"reasoning_content": piece.text}
             case CallStart():
-                return _call_delta(piece.index, _call(ToolCall(piece.call_id, piece.name, "")))
+                if piece.name in self._custom:
+                    self._inputs[piece.choice, piece.index] = ""
+                return _call_delta(piece.index, self._call(ToolCall(piece.call_id, piece.name, ""), begun=True))
             case CallArguments():
+                if (piece.choice, piece.index) in self._inputs:
+                    self._inputs[piece.choice, piece.index] += piece.text
+                    return None
                 return _call_delta(piece.index, {"function": {"arguments": piece.text}})
             case CallEnd():
-                return None
+                arguments = self._inputs.pop((piece.choice, piece.index), None)
+                if arguments is None:
+                    return None
+                return _call_delta(piece.index, {"custom": {"input": custom_input(arguments)}})
+
+    def _call(self, call: ToolCall, *, begun: bool = False) -> dict[str, Any]:
+        head = {"id": call.call_id}
+        if call.name in self._custom:
+            given = "" if begun else custom_input(call.arguments)
+            return head | {"type": "custom", "custom": {"name": call.name, "input": given}}
+        return head | {"type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
     def _end_choices(self, end: ChoiceEnd) -> list[dict[str, Any]]:
         return [*self._opening(end.choice), _delta({}, None, end.reason)]
 
     def _choice(self, choice: Choice) -> dict[str, Any]:
-        calls = [_call(call) for call in choice.tool_calls]
+        calls = [self._call(call) for call in choice.tool_calls]
         message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
         if calls:
             message |= {"content": choice.text or None, "tool_calls": calls}
@@ -343,10 +362,6 @@ def usage_body(usage: Usage) -> dict[str, Any]:
 
 def _delta(delta: dict[str, Any], logprobs: dict[str, Any] | None, reason: str | None = None) -> dict[str, Any]:
     return {"delta": delta, "logprobs": logprobs, "finish_reason": reason}
-
-
-def _call(call: ToolCall) -> dict[str, Any]:
-    return {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 def _call_delta(index: int, call: dict[str, Any]) -> dict[str, Any]:

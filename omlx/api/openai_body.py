@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
 
 from omlx.api import lenient
 from omlx.api.bounded import Arguments, Parts, Schema, Settings, Small, at_most
@@ -75,6 +75,17 @@ class MessageCall(Body):
     function: CalledFunction
 
 
+class CalledCustom(Body):
+    name: Annotated[str, Field(min_length=1, max_length=200)]
+    input: str
+
+
+class CustomMessageCall(Body):
+    id: Annotated[str, Field(max_length=200)] | None = None
+    type: Literal["custom"]
+    custom: CalledCustom
+
+
 class Function(Body):
     name: ToolName
     description: str | None = None
@@ -87,13 +98,63 @@ class Tool(Body):
     function: Function
 
 
+class Grammar(Body):
+    syntax: Annotated[str, Field(max_length=100)] | None = None
+    definition: str | None = None
+
+
+class CustomFormat(Body):
+    """The format of a custom tool's input, which is described to the model and not enforced."""
+
+    type: Literal["text", "grammar"] = "text"
+    grammar: Grammar | None = None
+
+
+class CustomFunction(Body):
+    name: ToolName
+    description: str | None = None
+    format: CustomFormat | None = None
+
+
+class CustomTool(Body):
+    """A tool whose input is a text."""
+
+    type: Literal["custom"]
+    custom: CustomFunction
+
+
+def _tool_tag(value: Any) -> str:
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return "custom tool" if kind == "custom" else "function tool"
+
+
+AnyTool = Annotated[
+    Annotated[Tool, Tag("function tool")] | Annotated[CustomTool, Tag("custom tool")], Discriminator(_tool_tag)
+]
+AnyCall = Annotated[
+    Annotated[MessageCall, Tag("function tool")] | Annotated[CustomMessageCall, Tag("custom tool")],
+    Discriminator(_tool_tag),
+]
+
+
 class NamedFunction(Body):
     name: ToolName
 
 
-class NamedTool(Body):
+class NamedFunctionTool(Body):
     type: Literal["function"]
     function: NamedFunction
+
+
+class NamedCustomTool(Body):
+    type: Literal["custom"]
+    custom: NamedFunction
+
+
+NamedTool = Annotated[
+    Annotated[NamedFunctionTool, Tag("function tool")] | Annotated[NamedCustomTool, Tag("custom tool")],
+    Discriminator(_tool_tag),
+]
 
 
 class AllowedNames(Body):
@@ -124,7 +185,7 @@ class Message(Body):
     content: str | Parts | None = None
     name: str | None = None
     tool_call_id: str | None = None
-    tool_calls: Annotated[list[MessageCall], at_most(MAX_CALLS)] | None = None
+    tool_calls: Annotated[list[AnyCall], at_most(MAX_CALLS)] | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
     refusal: str | None = None
@@ -166,9 +227,10 @@ class ChatBody(GenerationBody):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS), Whole] | None = None
     chat_template_kwargs: Settings | None = None
-    tools: Annotated[list[Tool], at_most(MAX_TOOLS)] | None = None
+    tools: Annotated[list[AnyTool], at_most(MAX_TOOLS)] | None = None
     tool_choice: Annotated[
-        Literal["none", "auto", "required"] | NamedTool | AllowedTools | None, BeforeValidator(lenient.chat_choice)
+        Literal["none", "auto", "required"] | NamedFunctionTool | NamedCustomTool | AllowedTools | None,
+        BeforeValidator(lenient.chat_choice),
     ] = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None

@@ -4,8 +4,20 @@ from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 from omlx.api.chat import OutputFormat, ToolChoice
+from omlx.api.custom_tools import INPUT_SCHEMA, custom_arguments, explained
 from omlx.api.json_text import parse_json
-from omlx.api.openai_body import AllowedTools, ChatBody, Function, JsonSchema, Message, MessageCall, NamedTool
+from omlx.api.openai_body import (
+    AllowedTools,
+    ChatBody,
+    CustomMessageCall,
+    CustomTool,
+    JsonSchema,
+    Message,
+    MessageCall,
+    NamedCustomTool,
+    NamedFunctionTool,
+    Tool,
+)
 from omlx.api.tool_prompt import canonical_tools
 from omlx.errors import BadRequest
 
@@ -27,11 +39,28 @@ class Declared(NamedTuple):
 
 def tools(fields: ChatBody) -> tuple[dict[str, Any], ...]:
     """What may be called, in the one form in which prompts have it. Raises BadRequest."""
-    return described([_declared(tool.function, index) for index, tool in enumerate(fields.tools or ())])
+    return described([_declared(tool, f"tools[{index}]") for index, tool in enumerate(fields.tools or ())])
 
 
-def _declared(given: Function, index: int) -> Declared:
-    return Declared(given.name, given.description, given.parameters, f"tools[{index}].function.name")
+def custom_names(fields: ChatBody) -> frozenset[str]:
+    """The names of the custom tools."""
+    return frozenset(tool.custom.name for tool in fields.tools or () if isinstance(tool, CustomTool))
+
+
+def _declared(tool: Tool | CustomTool, place: str) -> Declared:
+    if isinstance(tool, Tool):
+        given = tool.function
+        return Declared(given.name, given.description, given.parameters, f"{place}.function.name")
+    custom = tool.custom
+    grammar = custom.format.grammar if custom.format else None
+    description = explained(
+        custom.description, grammar.definition if grammar else None, grammar.syntax if grammar else None
+    )
+    return Declared(custom.name, description, INPUT_SCHEMA, f"{place}.custom.name")
+
+
+def _name(tool: Tool | CustomTool | NamedFunctionTool | NamedCustomTool) -> str:
+    return tool.custom.name if isinstance(tool, CustomTool | NamedCustomTool) else tool.function.name
 
 
 def described(declared: Sequence[Declared]) -> tuple[dict[str, Any], ...]:
@@ -54,15 +83,14 @@ def tool_choice(fields: ChatBody) -> ToolChoice:
     """Raises BadRequest for a choice among tools that are not there."""
     given = fields.tool_choice
     wanted: Wanted = ("auto", ())
-    if isinstance(given, NamedTool):
-        wanted = "named", (given.function.name,)
+    if isinstance(given, NamedFunctionTool | NamedCustomTool):
+        wanted = "named", (_name(given),)
     elif isinstance(given, AllowedTools):
-        wanted = given.allowed_tools.mode, tuple(tool.function.name for tool in given.allowed_tools.tools)
+        wanted = given.allowed_tools.mode, tuple(map(_name, given.allowed_tools.tools))
     elif given is not None:
         wanted = given, ()
-    functions = [tool.function for tool in fields.tools or ()]
-    strict = any(function.strict for function in functions)
-    return choice_among([function.name for function in functions], wanted, fields.parallel_tool_calls, strict=strict)
+    strict = any(tool.function.strict for tool in fields.tools or () if isinstance(tool, Tool))
+    return choice_among(list(map(_name, fields.tools or ())), wanted, fields.parallel_tool_calls, strict=strict)
 
 
 def choice_among(names: Sequence[str], wanted: Wanted, parallel: bool | None, *, strict: bool) -> ToolChoice:
@@ -119,7 +147,9 @@ def called(message: Message) -> dict[str, Any]:
     return found
 
 
-def _call(call: MessageCall) -> dict[str, Any]:
+def _call(call: MessageCall | CustomMessageCall) -> dict[str, Any]:
+    if isinstance(call, CustomMessageCall):
+        return past_call(call.id, call.custom.name, custom_arguments(call.custom.input))
     return past_call(call.id, call.function.name, call.function.arguments)
 
 

@@ -444,3 +444,57 @@ def test_what_cannot_be_tokenised_is_refused(app, path, fields, param):
 
 def test_a_plain_answer_is_the_same_text_as_ever(app):
     assert both_ways(app)["choices"][0]["message"] == {"role": "assistant", "content": REPLY, "refusal": None}
+
+
+PATCH = {"type": "custom", "custom": {"name": "patch", "description": "Changes files."}}
+PATCH_CALL = '<tool_call>\n{"name": "patch", "arguments": {"input": "*** Begin\\n+ü"}}\n</tool_call>'
+
+
+def custom_deltas(stream: str) -> list[dict]:
+    chunks = [json.loads(line[6:]) for line in stream.split("\n\n") if line.startswith("data: {")]
+    return [call for chunk in chunks for call in chunk["choices"][0]["delta"].get("tool_calls", ())]
+
+
+def test_a_custom_tool_is_a_function_with_a_text_for_the_model_and_has_an_input_for_the_client(app, agent):
+    agent.reply = f"I patch. {PATCH_CALL}"
+    fields = {"tools": [PATCH, NOW]}
+    choice = chat(app, **fields).json()["choices"][0]
+    (called,) = choice["message"]["tool_calls"]
+    assert (called["type"], called["custom"]) == ("custom", {"name": "patch", "input": "*** Begin\n+ü"})
+    assert choice["finish_reason"] == "tool_calls"
+    assert '"input"' in prompt_text(agent) and "Changes files." in prompt_text(agent)
+    first, last = custom_deltas(chat(app, **fields, stream=True).text)
+    assert first["custom"] == {"name": "patch", "input": ""} and first["type"] == "custom" and first["id"]
+    assert last == {"index": 0, "custom": {"input": "*** Begin\n+ü"}}
+
+
+def test_a_call_of_a_function_beside_a_custom_tool_has_arguments(app, agent):
+    agent.reply = NOW_CALL
+    message, _ = message_of(app, tools=[PATCH, NOW])
+    assert message["tool_calls"][0]["function"] == {"name": "now", "arguments": "{}"}
+
+
+def test_a_past_call_of_a_custom_tool_reads_as_the_model_wrote_it(app, agent):
+    past = {"id": "c", "type": "custom", "custom": {"name": "patch", "input": "*** Begin\n+ü"}}
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": None, "tool_calls": [past]}]
+    messages.append({"role": "tool", "content": "ok", "tool_call_id": "c"})
+    assert chat(app, messages=messages, tools=[PATCH]).status_code == 200
+    assert '"name": "patch"' in prompt_text(agent) and "*** Begin\\n+" in prompt_text(agent)
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_a_custom_tool_may_be_chosen(app, agent, mode):
+    named = {"type": "custom", "custom": {"name": "patch"}}
+    agent.reply = PATCH_CALL
+    for choice in (named, {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [named]}}):
+        response = chat(app, tools=[PATCH, NOW], tool_choice=choice)
+        assert response.status_code == 200, response.text
+    wrong = chat(app, tools=[NOW], tool_choice=named).json()["error"]
+    assert wrong["param"] == "tool_choice" and "patch" in wrong["message"]
+
+
+def test_the_grammar_of_a_custom_tool_is_told(app, agent):
+    form = {"type": "grammar", "grammar": {"syntax": "lark", "definition": 'start: "a"+'}}
+    tool = {"type": "custom", "custom": {"name": "patch", "format": form}}
+    assert chat(app, tools=[tool]).status_code == 200
+    assert "(lark)" in prompt_text(agent) and "start:" in prompt_text(agent)

@@ -4,10 +4,11 @@ from collections.abc import Iterable
 from typing import Any
 
 from omlx.api.chat import ImagePart
+from omlx.api.custom_tools import custom_arguments
 from omlx.api.openai_content import PartKinds, content_of, text_of
 from omlx.api.openai_tools import past_call, with_names
 from omlx.api.responses.body import CallItem, CallOutputItem, CustomCallItem, Item, MessageItem, ReasoningItem
-from omlx.api.responses.tools import custom_arguments, name_in_prompt
+from omlx.api.responses.tools import name_in_prompt
 
 PARTS = PartKinds(
     {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"},

@@ -5,6 +5,7 @@ import uuid
 from collections.abc import Iterable
 from typing import Any, Literal
 
+from omlx.api.custom_tools import custom_input
 from omlx.api.events import (
     CallArguments,
     CallEnd,
@@ -16,7 +17,7 @@ from omlx.api.events import (
     ToolCall,
 )
 from omlx.api.openai import logprobs_of
-from omlx.api.responses.tools import Tools, custom_input
+from omlx.api.responses.tools import Tools
 
 Body = dict[str, Any]
 _Status = Literal["in_progress", "completed", "incomplete"]

@@ -1,12 +1,11 @@
 """Tools of the Responses endpoint: models know functions only, so custom tools and namespaces are written as such."""
 
-import json
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from omlx.api.chat import ToolChoice
+from omlx.api.custom_tools import INPUT_SCHEMA, explained
 from omlx.api.openai_tools import Declared, Wanted, choice_among, described
 from omlx.api.responses.body import (
     AllowedTools,
@@ -16,9 +15,6 @@ from omlx.api.responses.body import (
     NamespaceTool,
     ResponsesBody,
 )
-
-_HALF_PAIR = re.compile("[\ud800-\udfff]")
-_INPUT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 
 
 class Origin(NamedTuple):
@@ -58,7 +54,7 @@ def _functions(fields: ResponsesBody) -> Iterator[tuple[Declared, Origin]]:
         if isinstance(tool, FunctionTool):
             yield Declared(tool.name, tool.description, tool.parameters, place), Origin(tool.name)
         elif isinstance(tool, CustomTool):
-            yield Declared(tool.name, _explained(tool), _INPUT, place), Origin(tool.name, custom=True)
+            yield Declared(tool.name, _explained(tool), INPUT_SCHEMA, place), Origin(tool.name, custom=True)
         elif isinstance(tool, NamespaceTool):
             for at, inner in enumerate(tool.tools):
                 place = f"tools[{index}].tools[{at}].name"
@@ -74,12 +70,8 @@ def name_in_prompt(name: str, namespace: str | None) -> str:
 
 
 def _explained(tool: CustomTool) -> str:
-    """The description of a custom tool, with the form that its input should have."""
-    lines = [tool.description] if tool.description else []
-    if tool.format is not None and tool.format.definition:
-        lines.append(f"The input has the form of this grammar ({tool.format.syntax or 'text'}):")
-        lines.append(tool.format.definition)
-    return "\n".join(lines) or "Takes a text as its input."
+    form = tool.format
+    return explained(tool.description, form.definition if form else None, form.syntax if form else None)
 
 
 def _wanted(fields: ResponsesBody) -> Wanted:
@@ -89,21 +81,3 @@ def _wanted(fields: ResponsesBody) -> Wanted:
     if isinstance(given, AllowedTools):
         return given.mode, tuple(tool.name for tool in given.tools)
     return given or "auto", ()
-
-
-def custom_arguments(given: str) -> str:
-    """A custom tool's input as arguments of the function that models know."""
-    return json.dumps({"input": given}, ensure_ascii=False)
-
-
-def custom_input(arguments: str) -> str:
-    """The input of a custom tool in the arguments that a model wrote; all of them if it is not there.
-
-    Half of a surrogate pair, which JSON can say, is no text.
-    """
-    try:
-        found = json.loads(arguments)
-    except (ValueError, RecursionError):
-        return arguments
-    value = found.get("input") if isinstance(found, dict) else None
-    return _HALF_PAIR.sub("\ufffd", value) if isinstance(value, str) else arguments
