@@ -336,11 +336,27 @@ def render(engine: Engine, prompt: ChatPrompt, *, ready: bool = True) -> str:
 
 
 def _with_tools(engine: Engine, prompt: ChatPrompt) -> tuple[list[dict[str, Any]], Sequence[dict[str, Any]]]:
-    """The messages for the template, and the tools for one that knows of tools; for others the messages have them."""
+    """The messages for the template, and the tools for one that knows of tools; for others the messages have them.
+
+    Raises BadRequest for tools that are too long for the context: templates write them with json.dumps, which holds
+    the GIL.
+    """
+    most = engine.context_length * engine.longest_token
+    if sum(map(_characters, prompt.tools)) > most:
+        raise _too_long(engine, "tools", f"more than {most} characters")
     messages = without_billing_line(prompt.messages)
     if not has_tool_template(engine.tokenizer):
         return spelled_out(messages, prompt.tools), ()
     return messages, prompt.tools
+
+
+def _characters(value: Any) -> int:
+    """Characters of all texts in a value."""
+    if isinstance(value, dict):
+        return sum(map(len, value)) + sum(map(_characters, value.values()))
+    if isinstance(value, list):
+        return sum(map(_characters, value))
+    return len(value) if isinstance(value, str) else 0
 
 
 def _fitting(engine: Engine, asked: ChatRequest, prompt_tokens: int) -> int:

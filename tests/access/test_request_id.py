@@ -86,9 +86,9 @@ def test_log_lines_carry_it(app, caplog):
 
     async def both() -> None:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
-            await asyncio.gather(*(
-                client.post("/v1/chat/completions", json=CHAT, headers={"x-request-id": name}) for name in ("a", "b")
-            ))
+            await asyncio.gather(
+                *(client.post("/v1/chat/completions", json=CHAT, headers={"x-request-id": name}) for name in ("a", "b"))
+            )
 
     asyncio.run(both())
     caplog.handler.removeFilter(note)

@@ -139,3 +139,11 @@ def test_a_long_text_of_few_tokens_is_tokenized_as_a_whole(
     monkeypatch.setattr(FakeEngine, "context_length", 1201, raising=False)
     assert call(app, "POST", "/v1/completions", json=body).status_code == 200
     assert engine.seen[0].prompt == engine.seen[1].prompt
+
+
+def test_tools_that_cannot_fit_are_refused_before_they_are_written(app: FastAPI, engine: FakeEngine) -> None:
+    most = engine.context_length * engine.longest_token
+    tools = [{"type": "function", "function": {"name": f"f{k}", "description": "x" * (most // 4)}} for k in range(5)]
+    error = call(app, "POST", "/v1/chat/completions", json=CHAT | {"tools": tools}).json()["error"]
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "tools")
+    assert str(engine.context_length) in error["message"]
