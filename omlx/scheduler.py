@@ -165,7 +165,7 @@ class Scheduler:
         self._prefilling: list[_Row] = []
         self._paused: list[_Row] = []
         self._decoding: dict[str, _Row] = {}
-        self._batch = DecodeBatch(runner.decoder, runner.takes_rope_deltas)
+        self._batch = DecodeBatch(runner.decoder, runner.takes_rope_deltas, alone=runner.alone_because is not None)
         self._chunk_time = ChunkTime()
         self._stored = StoredPrefixes(prefix_cache, self._chunk_time, self.stats) if prefix_cache else None
         self._logged_cache_errors: set[str] = set()
@@ -231,6 +231,11 @@ class Scheduler:
         """Tokens a second at the beginning of a prompt; None until one was computed."""
         seconds = self._chunk_time.seconds(_FIRST_CHUNK, 0)
         return _FIRST_CHUNK / seconds if seconds else None
+
+    @property
+    def decoded_one_by_one(self) -> str | None:
+        """Why requests are not decoded together; None if they are."""
+        return self._runner.alone_because
 
     @property
     def restore_speeds(self) -> dict[str, float]:

@@ -68,6 +68,7 @@ class TinyRunner:
     """
 
     takes_rope_deltas = False
+    alone_because = None
     name = "tiny"
     fingerprint = b"tiny" * 8
     context_length = 4096

@@ -348,9 +348,10 @@ class EnginePool:
         model = self._with_length(load_any(served.path, served.name, self._adapter, hashes_folder(self._home)))
         vision, bits = isinstance(model, VisionModel), self.config.kv_bits
         runner = VLMRunner(model, bits) if isinstance(model, VisionModel) else TextRunner(model, bits)
-        tiers = self._cache_stack(runner, vision)
+        config = self._config_for(runner)
+        tiers = self._cache_stack(runner, vision, config)
         try:
-            loaded = self._assembled(model, runner, tiers)
+            loaded = self._assembled(model, runner, tiers, config)
         except BaseException:
             if tiers is not None:
                 tiers.close(_CLOSES_WITHIN_S)
@@ -363,6 +364,15 @@ class EnginePool:
         log.info("model %s loaded in %.1f s", served.name, time.monotonic() - started)
         return loaded
 
+    def _config_for(self, runner: TextRunner) -> SchedulerConfig:
+        """The configuration, stricter for a model that needs it; says so, and if its rows are decoded one by one."""
+        if runner.alone_because is not None:
+            log.warning("model %s: its requests are decoded one by one: %s", runner.name, runner.alone_because)
+        if runner.strict_because is None:
+            return self.config
+        log.warning("model %s: served with --exact strict: %s", runner.name, runner.strict_because)
+        return replace(self.config, exact="strict")
+
     def _with_length(self, model: VisionModel | LoadedModel) -> VisionModel | LoadedModel:
         """The model with the context length that --max-model-len says."""
         if self._max_model_len is None:
@@ -372,10 +382,14 @@ class EnginePool:
         return _overridden(model, self._max_model_len)
 
     def _assembled(
-        self, model: VisionModel | LoadedModel, runner: TextRunner, tiers: TieredCacheManager | None
+        self,
+        model: VisionModel | LoadedModel,
+        runner: TextRunner,
+        tiers: TieredCacheManager | None,
+        config: SchedulerConfig,
     ) -> _Loaded:
         streams = Streams()
-        scheduler = Scheduler(runner, self.config, tiers.prefix_cache if tiers else None, streams.emit)
+        scheduler = Scheduler(runner, config, tiers.prefix_cache if tiers else None, streams.emit)
         if not scheduler.most_tokens:
             limit = format_size(self.config.max_kv_cache_memory)
             raise ModelError(f"--max-kv-cache-memory {limit} has no room for a single request of {runner.name}")
@@ -393,17 +407,18 @@ class EnginePool:
         features = (tiers.vision_features, tiers.feature_model) if tiers is not None else (None, model.loaded.name)
         return VLMEngine(model, scheduler, self._thread, streams, *features)
 
-    def _cache_stack(self, runner: TextRunner, vision: bool) -> TieredCacheManager | None:
+    def _cache_stack(self, runner: TextRunner, vision: bool, config: SchedulerConfig) -> TieredCacheManager | None:
         layout = runner.layout
         if not isinstance(layout, CacheLayout):
             log.warning("model %s is served without a cache: %s", runner.name, layout.reason)
             return None
-        grid = "any" if self.config.exact == "off" else str(PrefillGrid(self.config.block_size))
+        grid = "any" if config.exact == "off" else str(PrefillGrid(config.block_size))
         identity = CacheIdentity(runner.fingerprint, layout, (vision_numerics if vision else numerics)(grid))
-        return self._open_tiers(runner.name, identity, vision)
+        return self._open_tiers(runner.name, identity, vision, config)
 
-    def _open_tiers(self, name: str, identity: CacheIdentity, vision: bool) -> TieredCacheManager | None:
-        config = self.config
+    def _open_tiers(
+        self, name: str, identity: CacheIdentity, vision: bool, config: SchedulerConfig
+    ) -> TieredCacheManager | None:
         self._hold_root()
         return self._tiers(config, name, identity, vision) if config.enabled else None
 
@@ -431,6 +446,7 @@ def _model_figures(loaded: _Loaded) -> dict[str, Any]:
         "kv_bytes": scheduler.kv_bytes,
         "kv_tokens": scheduler.kv_tokens,
         "exact": scheduler.config.exact,
+        "decoded_one_by_one": scheduler.decoded_one_by_one,
         "prefill_tokens_per_s": scheduler.prefill_speed,
         "restore_bytes_per_s": scheduler.restore_speeds,
     }

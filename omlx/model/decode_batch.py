@@ -126,9 +126,13 @@ class _Group:
 
 
 class DecodeBatch:
-    """The running rows of one model, on the MLX thread. `rope_deltas`: the model wants them with every call."""
+    """The running rows of one model, on the MLX thread.
 
-    def __init__(self, model: Any, rope_deltas: bool = False) -> None:
+    `rope_deltas`: the model wants them with every call. `alone`: its rows must not be decoded together.
+    """
+
+    def __init__(self, model: Any, rope_deltas: bool = False, *, alone: bool = False) -> None:
+        self._alone = alone
         self._model = _Positioned(model) if rope_deltas else model
         self._groups: list[_Group] = []
         self._where: dict[str, tuple[_Group, int]] = {}
@@ -162,7 +166,7 @@ class DecodeBatch:
         """Joins `row` to the next step; its caches belong to the batch from now on."""
         length = len(row.context)
         layer_state.settle(row.caches)
-        group = self._group_for(length, alone=not layer_state.batchable(row.caches))
+        group = self._group_for(length, alone=self._alone or not layer_state.batchable(row.caches))
         uid = next(self._uids)
         group.batch.extend(self._new_row(uid, row, alone=group.alone))
         group.rows[uid] = row.row_id

@@ -11,6 +11,7 @@ from omlx import blas
 from omlx.cache import layer_state
 from omlx.cache.layer_state import CacheLayout, Uncacheable
 from omlx.errors import ModelError
+from omlx.model.batch_check import check_batches
 from omlx.model.loader import LoadedModel
 from omlx.request import PromptVision
 
@@ -22,11 +23,13 @@ class ModelRunner(Protocol):
 
     `layout` says how its layer caches are stored, or why they cannot be. With `takes_rope_deltas` the decoder also
     wants to know, for each row, what to add to a token's index to get its rope position (rope_deltas=).
+    `alone_because`: why its rows must be decoded one by one; None if they can be decoded together.
     """
 
     name: str
     decoder: Any
     takes_rope_deltas: bool
+    alone_because: str | None
     layout: CacheLayout | Uncacheable
     fingerprint: bytes
     context_length: int
@@ -53,6 +56,8 @@ class TextRunner:
 
     With `kv_bits` (8 or 4) its plain KV layers are quantised from the first token on. Raises ModelError if they cannot
     be.
+
+    `strict_because`: why the model's prompts must be cut in the same places always; None if it makes no difference.
     """
 
     takes_rope_deltas = False
@@ -68,6 +73,8 @@ class TextRunner:
         if kv_bits is not None:
             self._quantise(kv_bits)
         self.layout = self._probe()
+        model_type = str(getattr(loaded.model, "model_type", ""))
+        self.alone_because, self.strict_because = check_batches(self, model_type)
 
     def _probe(self) -> CacheLayout | Uncacheable:
         """A few tokens through the model: shows the layout of its caches, and warms up kernels."""

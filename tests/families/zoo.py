@@ -1,15 +1,17 @@
 """Tiny random models of many families, built from a config alone with mlx-lm's model classes."""
 
+import json
 from hashlib import sha256
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from mlx.utils import tree_map_with_path
+from mlx.utils import tree_flatten, tree_map_with_path
 
 from omlx.model.loader import LoadedModel
 from omlx.model.runner import TextRunner
+from omlx.testing import make_tiny_model
 
 VOCAB = 120
 EOS = VOCAB - 1
@@ -239,6 +241,16 @@ def tiny(family: str, *, seed: int = 0, wide: bool = False, window: int = WINDOW
     model.eval()
     mx.eval(model.parameters())
     return model
+
+
+def folder(path: Path, family: str) -> Path:
+    """A model folder of the family, with the byte tokenizer of `omlx.testing`."""
+    make_tiny_model(path)
+    model = tiny(family, vocab_size=260)
+    mx.save_safetensors(str(path / "model.safetensors"), dict(tree_flatten(model.parameters())))
+    config = (CONFIGS | UNEVEN)[family] | {"model_type": family, "vocab_size": 260, "eos_token_id": 258}
+    (path / "config.json").write_text(json.dumps(config))
+    return path
 
 
 def _changed(config: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
