@@ -6,6 +6,7 @@ text and are checked there, so a flag gets the same verdict as the environment a
 
 import importlib
 import inspect
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -238,7 +239,7 @@ def settings_(settings: Settings) -> None:
     for row in settings.rows():
         table.add_row(row.name, escape(row.value), escape(row.source))
     Console().print(table)
-    _say(f"settings.json: {settings.settings_file}{'' if settings.settings_file.exists() else ' (not there)'}")
+    _say(f"settings.json: {settings.settings_file}{'' if os.path.exists(settings.settings_file) else ' (not there)'}")
 
 
 app.command("settings")(_with_settings(settings_))

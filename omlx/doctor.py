@@ -204,7 +204,8 @@ def _model_warnings(home: Path | None) -> Iterator[str]:
 
 def _unwritable(folder: Path) -> str | None:
     """Why no file can be made in `folder` (or, where it does not exist yet, no folder above it), tried out."""
-    in_the_way = next((path for path in (folder, *folder.parents) if path.exists() and not path.is_dir()), None)
+    above = (folder, *folder.parents)
+    in_the_way = next((path for path in above if os.path.exists(path) and not os.path.isdir(path)), None)
     if in_the_way is not None:
         return f"{in_the_way} is not a folder"
     parent = existing_parent(folder)

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
+from types import FrameType
 from typing import Any
 
 import uvicorn
@@ -250,6 +251,11 @@ def _add_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(Exception, unexpected)
 
 
+_ENDS_NOW = (
+    b"omlx: interrupted again, ending now: running answers and cached blocks that have no file yet are lost\n"
+)
+
+
 class Server(uvicorn.Server):
     """uvicorn that says when it is ready, and gives running answers FINISH_S to end when it stops."""
 
@@ -257,6 +263,13 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self._app = app
         self._on_ready = on_ready
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """The first signal stops the server; another Ctrl-C ends the process at once. Files are whole either way."""
+        if self.should_exit and sig == signal.SIGINT:
+            os.write(2, _ENDS_NOW)  # print may be interrupted in the middle of another print
+            os._exit(128 + signal.SIGINT)
+        super().handle_exit(sig, frame)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -308,8 +321,9 @@ def run(pool: admin.AdminPool, settings: Settings, listener: socket.socket) -> i
     port = listener.getsockname()[1]
     config = http_config(app)
     try:
-        with _quiet_signals():
-            Server(config, app, lambda: _announce(pool, settings, port)).run([listener])
+        server = Server(config, app, lambda: _announce(pool, settings, port))
+        with _quiet_signals(server):
+            server.run([listener])
     except OSError as error:  # another process took the port meanwhile
         return _complain(f"cannot listen on {settings.host}:{port}: {error.strerror or error}")
     except SystemExit:  # how uvicorn says that the application did not start
@@ -379,12 +393,17 @@ def _set_up_logging(level: str) -> None:
 
 
 @contextmanager
-def _quiet_signals() -> Iterator[None]:
-    """uvicorn raises the signal that stopped it again; with these handlers that does not end the process."""
+def _quiet_signals(server: Server) -> Iterator[None]:
+    """uvicorn raises the signal that stopped it again; with these handlers that does not end the process.
+
+    A closed terminal (SIGHUP) stops the server as SIGTERM does, unless the signal is ignored, as under nohup.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        before[signal.SIGHUP] = signal.signal(signal.SIGHUP, server.handle_exit)
     try:
         yield
     finally:

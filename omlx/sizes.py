@@ -1,6 +1,8 @@
 """Sizes ("200GB", "20%") and durations ("7d") as people write them; the only copy of these rules."""
 
+import contextlib
 import json
+import os
 import re
 import shutil
 from fractions import Fraction
@@ -13,6 +15,7 @@ GB = 1024**3
 _UNITS = {"B": 1, "K": 1024, "M": 1024**2, "G": GB, "T": 1024**4}
 _SIZE = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?) *(?P<unit>%|[KMGT](?:I?B)?|B)?", re.IGNORECASE)
 _LONGEST = 40  # characters; a longer text is no size, and its digits need not be counted
+_LEAST_BARE = 1024**2  # a smaller number in a text without a unit is most likely meant as GB or MB
 _LARGEST = 2**63 - 1  # what files and SQLite can count
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 _DURATION = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?) *(?P<unit>[smhdw])?", re.IGNORECASE)
@@ -21,10 +24,11 @@ _CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory
 
 
 def parse_size(text: str | int, *, percent_of: int | None = None) -> int:
-    """Bytes of a size such as "200GB", "1.5 GiB", "512mb", "20%", "4096" or 4096.
+    """Bytes of a size such as "200GB", "1.5 GiB", "512mb", "20%", "4194304" or 4096.
 
     GB and GiB are both 1024**3. A percentage (0 to 100) needs `percent_of`, the bytes it is
-    of. Exact arithmetic; a fraction of a byte is dropped. Raises ValueError, one line that
+    of. Exact arithmetic; a fraction of a byte is dropped. An int is bytes; a text without a unit
+    is too, but is refused below 1 MB, unless it is 0. Raises ValueError, one line that
     begins with the text in quotes.
     """
     shown = quoted(text)
@@ -38,6 +42,8 @@ def parse_size(text: str | int, *, percent_of: int | None = None) -> int:
     if not unit and number.denominator != 1:
         raise ValueError(f"{shown} is not a whole number of bytes (examples: 1.5GB, 512MB)")
     size = int(number * _UNITS[unit[:1] or "B"])
+    if isinstance(text, str) and not unit and 0 < size < _LEAST_BARE:
+        raise ValueError(f"{shown} has no unit; write {size}GB, {size}MB, or {size}B for bytes")
     if size > _LARGEST:
         raise ValueError(f"{shown} is too large")
     return size
@@ -114,11 +120,13 @@ def total_memory() -> int:
 
 
 def total_disk(folder: Path) -> int:
-    """Bytes of the whole disk that holds `folder`, which need not exist yet."""
+    """Bytes of the whole disk that holds `folder`, which need not exist yet. Raises OSError if it cannot be reached."""
+    with contextlib.suppress(FileNotFoundError):
+        folder.stat()
     return shutil.disk_usage(existing_parent(folder)).total
 
 
 def existing_parent(folder: Path) -> Path:
     """`folder`, or the nearest folder above it that exists."""
     absolute = folder.absolute()
-    return next((path for path in (absolute, *absolute.parents) if path.is_dir()), Path(absolute.anchor))
+    return next((path for path in (absolute, *absolute.parents) if os.path.isdir(path)), Path(absolute.anchor))

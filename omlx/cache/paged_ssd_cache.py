@@ -20,7 +20,7 @@ from omlx.storage.block_ledger import PutResult
 from omlx.storage.bookkeeping import Key
 from omlx.storage.disk_store import DEFAULT_QUEUE_BYTES, DiskStore
 from omlx.storage.expiry import Expiry
-from omlx.storage.folder import block_path, check_folder, check_hash
+from omlx.storage.folder import block_path, check_folder, check_hash, check_token_count
 from omlx.storage.hot_tier import HotCache, HotTier
 from omlx.storage.open_stores import open_store, release_store
 from omlx.storage.tensor_file import (
@@ -133,7 +133,8 @@ class PagedSSDCacheManager(CacheManager):
         place: ChainPlace | None = None,
     ) -> bool:
         check_hash(block_hash)
-        self._expire_ram()
+        check_token_count(token_count)
+        self.expire_ram()
         group = object() if group is None else group
         if replace:
             self.delete_block(block_hash)
@@ -316,7 +317,7 @@ class PagedSSDCacheManager(CacheManager):
 
     def _fetch(self, block_hash: bytes) -> BlockBuffer | None:
         """Finds, counts, marks as used and puts back into RAM."""
-        self._expire_ram()
+        self.expire_ram()
         tier, found = self._find(block_hash)
         self._count_hit(tier)
         if found is None:
@@ -364,12 +365,12 @@ class PagedSSDCacheManager(CacheManager):
         return self._disk.blocks.state((self._folder, block_hash)) if self._disk else None
 
     def get_meta(self, block_hash: bytes) -> BlockMeta | None:
-        self._expire_ram()
+        self.expire_ram()
         meta = self._hot.meta(block_hash)
         return meta or (self._disk.blocks.meta((self._folder, block_hash)) if self._disk else None)
 
     def get_metas(self, hashes: Sequence[bytes]) -> list[BlockMeta | None]:
-        self._expire_ram()
+        self.expire_ram()
         found = self._hot.metas_of(hashes)
         if self._disk is not None and None in found:
             missing = [block_hash for block_hash, meta in zip(hashes, found, strict=True) if meta is None]
@@ -385,7 +386,7 @@ class PagedSSDCacheManager(CacheManager):
         return self._disk.tokens(entry) if entry else None
 
     def children(self, parent: bytes, like: bytes | None = None) -> list[BlockMeta]:
-        self._expire_ram()
+        self.expire_ram()
         on_disk = self._disk.children(self._folder, parent, like) if self._disk else []
         return _merged(self._hot.children(parent, like), on_disk)
 
@@ -433,8 +434,8 @@ class PagedSSDCacheManager(CacheManager):
         if self._disk is not None:
             self._disk.blocks.touch([(self._folder, block_hash)])
 
-    def _expire_ram(self) -> None:
-        """Where there are no files there is no thread that does it: what is too old is not found, at least."""
+    def expire_ram(self) -> None:
+        """Drops what expired, if it is time to look. With files the writer thread does that instead."""
         before_ns = self._expiry.due()
         if before_ns is not None:
             self._hot.expire(before_ns)

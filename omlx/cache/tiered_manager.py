@@ -1,5 +1,6 @@
 """One model's whole cache stack: built, closed and answered for in one place. No request passes through it."""
 
+import os
 import time
 from collections.abc import Collection
 from dataclasses import replace
@@ -150,6 +151,12 @@ class TieredCacheManager:
         cache = self.vision_features
         return [cache.tier_of(key, self.feature_model) if cache else None for key in keys]
 
+    def expire_ram(self) -> None:
+        """Drops blocks and features in RAM that expired. To be called now and then: nothing else does it when idle."""
+        self.store.expire_ram()
+        if self.vision_features is not None:
+            self.vision_features.expire()
+
     def flush(self, timeout_s: float | None = None) -> bool:
         """Waits until all blocks and features have their files. False if that took too long or failed."""
         features = self.vision_features is None or self.vision_features.flush(timeout_s)
@@ -216,7 +223,7 @@ def open_root(config: CacheConfig, *, wait_for_lock: bool = False) -> DiskStore 
 def open_features_folder(config: CacheConfig) -> VisionFeatureSSDCache | None:
     """Holds the features folder of a root that is open, so that limits and expiry work; None if there is none yet."""
     root = config.paged_ssd_cache_dir
-    if root is None or not config.ssd_enabled or not (root / VISION_FOLDER).is_dir():
+    if root is None or not config.ssd_enabled or not os.path.isdir(root / VISION_FOLDER):
         return None
     return CacheFactory.create_vision_feature_cache(config)
 

@@ -243,6 +243,11 @@ class VisionFeatureSSDCache:
         if held is not None:
             self._memory_bytes -= held.array.nbytes
 
+    def expire(self) -> None:
+        """Drops from RAM what was not used for too long."""
+        with self._memory_lock:
+            self._expire()
+
     def _expire(self) -> None:
         """What was not used for too long is not found. The folder says so too, for what has a file."""
         while self._ttl_s and self._memory:

@@ -39,6 +39,7 @@ from omlx.scheduler import Scheduler, SchedulerConfig
 from omlx.sizes import format_size
 from omlx.storage.clearing import Cleared
 from omlx.storage.disk_store import DiskStore
+from omlx.storage.expiry import look_period_s
 from omlx.storage.hot_tier import HotTier
 from omlx.storage.open_stores import release_store
 
@@ -105,6 +106,7 @@ class EnginePool:
         self.memory = MemoryMonitor(self._hot, config.max_process_memory)
         self._thread = MLXThread(self._watch_memory)
         self._root: DiskStore | None = None
+        self._expiring: asyncio.Task[None] | None = None
         self._features: VisionFeatureSSDCache | None = None
         self._loaded: dict[str, _Loaded] = {}
         self._loader = ModelLoader(self._thread)
@@ -120,6 +122,8 @@ class EnginePool:
         """Starts the MLX thread, opens the cache folder and loads the model that was named. Raises ModelError."""
         self._thread.start()
         await asyncio.to_thread(self._hold_root)
+        if self.config.cache_ttl:
+            self._expiring = asyncio.create_task(self._expire_ram())
         if self._only is None:
             return
         if self._use(self._only).kind in WRITERS:
@@ -130,6 +134,8 @@ class EnginePool:
     async def stop(self, timeout_s: float = 10.0) -> None:
         """Aborts what runs, stores what it computed, writes the cache out; within `timeout_s`."""
         deadline = time.monotonic() + timeout_s
+        if self._expiring is not None:
+            self._expiring.cancel()
         await asyncio.to_thread(self._stop, deadline)
 
     def _stop(self, deadline: float) -> None:
@@ -233,6 +239,14 @@ class EnginePool:
         except TimeoutError:
             return False
         return True
+
+    async def _expire_ram(self) -> None:
+        """Blocks and features without files have no writer thread that looks for those that expired."""
+        while True:
+            await asyncio.sleep(look_period_s(self.config.cache_ttl))
+            for loaded in list(self._loaded.values()):
+                if loaded.tiers is not None:
+                    await asyncio.to_thread(loaded.tiers.expire_ram)
 
     def _watch_memory(self, idle: bool) -> None:
         """Between steps. What evicting blocks cannot mend pauses requests, one for each look at the process."""

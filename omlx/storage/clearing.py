@@ -66,7 +66,7 @@ def _delete_files(root: Path, wanted: Wanted, spared: set[Key], before_ns: int |
     shards = set()
     for file in list(walk(root)):
         shard = file.path.parent
-        if not wanted(folder_of(root, shard)) or file.path.is_dir() or file.key in spared:
+        if not wanted(folder_of(root, shard)) or os.path.isdir(file.path) or file.key in spared:
             continue
         if file.key is not None:
             count, size = count + 1, size + file.path.lstat().st_size
@@ -75,7 +75,7 @@ def _delete_files(root: Path, wanted: Wanted, spared: set[Key], before_ns: int |
     images = [file for file in features(root, wanted) if before_ns is None or file.used_ns < before_ns]
     for image in images:
         image.path.unlink(missing_ok=True)
-    if wanted is everything and before_ns is None and (root / VISION_FOLDER).is_dir():
+    if wanted is everything and before_ns is None and os.path.isdir(root / VISION_FOLDER):
         for path in list(abandoned_files(root / VISION_FOLDER)):
             path.unlink(missing_ok=True)
             shards.add(path.parent)

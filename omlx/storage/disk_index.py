@@ -229,9 +229,9 @@ def read_index(path: Path) -> list[Entry]:
     try:
         return _read_only(path)
     except sqlite3.Error as exc:
-        if not path.exists():
+        if not os.path.exists(path):
             raise FileNotFoundError(f"there is no cache index {path}") from None
-        if not journal.exists() or not journal.stat().st_size:
+        if not os.path.exists(journal) or not journal.stat().st_size:
             raise _unreadable(path, exc) from exc
     # A killed process left half a transaction. To take it back changes the file, so that is done to a copy.
     with tempfile.TemporaryDirectory() as folder:

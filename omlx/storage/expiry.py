@@ -6,6 +6,11 @@ from collections.abc import Callable
 _PERIOD_S = (0.1, 3600.0)  # shortest and longest time between two looks
 
 
+def look_period_s(ttl_s: float) -> float:
+    """Seconds between two looks for what was not used for `ttl_s`."""
+    return min(max(ttl_s / 50, _PERIOD_S[0]), _PERIOD_S[1])
+
+
 class Expiry:
     """Says when to look for what was not used for `ttl_s` seconds (0: never), and from when on it is too old.
 
@@ -38,7 +43,7 @@ class Expiry:
         if early_s > 0:
             self._wake_in(early_s)  # who was woken for something else has forgotten what was asked for before
             return None
-        period_s = min(max(self._ttl_s / 50, _PERIOD_S[0]), _PERIOD_S[1])
+        period_s = look_period_s(self._ttl_s)
         self._next_look = time.monotonic() + period_s
         self._wake_in(period_s)
         return time.time_ns() - int(self._ttl_s * 1e9)

@@ -197,7 +197,7 @@ class FeatureFolder:
         """Whether there is a file, or one will be written; changes nothing. The file is not read."""
         with self._lock:
             entry = self._index.get(key)
-        return self._path(key).is_file() if entry is None else not entry.gone
+        return os.path.isfile(self._path(key)) if entry is None else not entry.gone
 
     def in_force(self, entry: Entry) -> bool:
         """Whether this very entry counts: not evicted or replaced since it was found."""
@@ -272,7 +272,7 @@ class FeatureFolder:
 
     def _write_file(self, key: FeatureKey, features: BlockBuffer, size: int) -> bool:
         """False if there is no room for it."""
-        if self._unsure or not self.path.is_dir():
+        if self._unsure or not os.path.isdir(self.path):
             self._list()
         if not self._make_room(key, size):
             return False
@@ -360,7 +360,7 @@ class FeatureFolder:
     def _rest(self) -> None:
         """Nothing is left to do for now: order of use to the files, limits that others changed."""
         try:
-            if self._unsure or not self.path.is_dir():
+            if self._unsure or not os.path.isdir(self.path):
                 self._list()
             self._save_order()
             self._expire()

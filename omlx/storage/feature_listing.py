@@ -62,8 +62,8 @@ def strangers(folder: Path) -> Iterator[Stranger]:
         path = folder / name
         if _NAME.fullmatch(name):
             with contextlib.suppress(OSError):
-                label = read_label(path) if path.is_file() else None
-                if path.is_file() and (label is None or feature_name(label.key) != name):
+                label = read_label(path) if os.path.isfile(path) else None
+                if os.path.isfile(path) and (label is None or feature_name(label.key) != name):
                     model_name = unquote(name.partition("_")[2].removesuffix(SUFFIX))
                     yield Stranger(path, model_name, label.key if label else None)
 

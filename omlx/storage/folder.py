@@ -93,6 +93,13 @@ def check_hash(block_hash: bytes) -> bytes:
     return block_hash
 
 
+def check_token_count(count: int) -> int:
+    """Raises ValueError for what the index and the files cannot hold."""
+    if type(count) is not int or not 0 <= count < 1 << 32:
+        raise ValueError(f"a block's token_count must be an int from 0 to {(1 << 32) - 1}, not {count!r}")
+    return count
+
+
 def block_path(root: Path, key: Key) -> Path:
     """<root>/<folder>/<first hex digit>/<hash in hex>.safetensors"""
     name = key[1].hex()
@@ -113,7 +120,7 @@ def make_folder(path: Path) -> None:
         make_folder(path.parent)
         make_folder(path)
     except FileExistsError:
-        if not path.is_dir():
+        if not os.path.isdir(path):
             raise
 
 
@@ -163,7 +170,7 @@ def remove(path: Path) -> None:
     except FileNotFoundError:
         pass
     except OSError:
-        if not path.is_dir():
+        if not os.path.isdir(path):
             raise
         set_aside(path)
 

@@ -564,3 +564,14 @@ def test_any_order_of_events_gives_right_blocks_or_misses(tmp_path, monkeypatch)
         max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck), database=None
     )
     StoreMachine.TestCase("runTest").runTest()
+
+
+@pytest.mark.parametrize("count", [-1, 1 << 32, 1.5, "64", None, True])
+def test_a_bad_token_count_stores_nothing(tmp_path, count):
+    store = PagedSSDCacheManager(tmp_path / "cache", 1 << 30, 1 << 20)
+    try:
+        with pytest.raises(ValueError, match="token_count must be an int"):
+            store.save_block(b"hash", [(np.zeros(4, np.float32),)], count)
+        assert store.flush(10) and store.get_meta(b"hash") is None and store.stats().blocks_ram == 0
+    finally:
+        store.close()

@@ -277,3 +277,16 @@ async def test_the_server_serves_the_model_with_its_adapter(tiny_model_dir, tmp_
         assert [model.name for model in pool.models()] == ["tiny"]
         await pool.stop(5.0)
     assert texts[0] != texts[1]
+
+
+async def test_blocks_in_ram_expire_on_an_idle_server_without_files(tiny_model_dir, tmp_path):
+    async with running(tiny_model_dir, tmp_path, cache_ttl=1) as pool:
+        await ask(await pool.get("tiny"), request(60))
+        figures = (await pool.cache_figures())["models"]["tiny"]
+        assert figures["saves"] and not figures["blocks_cold"]
+        for _ in range(6000):
+            if not (await pool.cache_figures())["models"]["tiny"]["blocks_hot"]:
+                break
+            await asyncio.sleep(0.01)
+        else:
+            pytest.fail("blocks in RAM did not expire")

@@ -10,8 +10,10 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+from fastapi import FastAPI
 
 from omlx.cache.paged_ssd_cache import PagedSSDCacheManager
+from omlx.server import Server, http_config
 from tests.soak import crash
 from tests.storage.targets import read
 
@@ -127,3 +129,27 @@ def test_of_two_servers_on_a_folder_the_second_names_the_first_and_serves_withou
     (other,) = [pid for pid, lines in about.items() if lines]
     (line,) = about[other]
     assert f"process {holder};" in line and "serving goes on without it" in line
+
+
+def test_a_closed_terminal_stops_a_server_that_writes_back_without_loss(start, tiny_model_dir, tmp_path):
+    folder = tmp_path / "cache"
+    process = start(
+        SERVER, tiny_model_dir, folder, OMLX_HOME=str(tmp_path / "home"), OMLX_CACHE_WRITE_POLICY="back"
+    )
+    answer = complete(address_of(process), model=tiny_model_dir.name, prompt="x" * 1000, max_tokens=2)
+    process.send_signal(signal.SIGHUP)
+    process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert len(list(folder.rglob("*.safetensors"))) >= answer["usage"]["prompt_tokens"] // 8
+
+
+def test_a_second_interrupt_ends_the_server_and_says_what_is_lost(capfd, monkeypatch):
+    app = FastAPI()
+    server = Server(http_config(app), app, lambda: None)
+    pid = os.fork()
+    if not pid:
+        server.handle_exit(signal.SIGINT, None)
+        server.handle_exit(signal.SIGINT, None)
+        os._exit(0)
+    _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 130 and "are lost" in capfd.readouterr().err
