@@ -5,9 +5,11 @@ here; the engine compiles them.
 """
 
 import json
+import logging
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 from omlx.api.answer_format import AnswerFormat
@@ -17,7 +19,10 @@ from omlx.api.chat import ChatPrompt, ChatRequest, OutputFormat, ToolChoice
 from omlx.errors import BadRequest
 from omlx.model import grammar as grammars
 from omlx.model.json_schema import arguments
+from omlx.model.schema_trial import problems, relaxed
 from omlx.request import GrammarSpec
+
+log = logging.getLogger("omlx.server")
 
 # More than this many calls in a row are a model that goes round in circles.
 MOST_CALLS = 8
@@ -77,6 +82,49 @@ def _schema(output: OutputFormat) -> dict[str, Any]:
     if output.schema is False:
         raise BadRequest("nothing fits the schema false")
     return output.schema if isinstance(output.schema, dict) else {}
+
+
+def without_problems(
+    asked: ChatRequest, tools: Sequence[dict[str, Any]], refusal: str
+) -> tuple[ChatRequest, tuple[dict[str, Any], ...]]:
+    """The request and its tools with schemas that leave out what cannot be enforced, which is logged. Blocks.
+
+    `refusal` is why the grammar was refused. Raises BadRequest for schemas that have to be enforced strictly, with the
+    tool and the place, and with `refusal` if no keyword is to blame.
+    """
+    output, found = asked.output_format, False
+    if output is not None and isinstance(output.schema, dict):
+        schema = _relaxed(output.schema, asked.model, asked.format_field, strict=output.strict)
+        found = schema is not output.schema
+        asked = replace(asked, output_format=output._replace(schema=schema))
+    changed = []
+    for index, tool in enumerate(tools):
+        function, place = tool["function"], f"tools[{index}] ({tool['function']['name']})"
+        parameters = function.get("parameters")
+        if isinstance(parameters, dict):
+            parameters = _relaxed(parameters, asked.model, place, strict=asked.tool_choice.strict)
+            found = found or parameters is not function["parameters"]
+        changed.append({**tool, "function": {**function, "parameters": parameters}})
+    if not found:
+        raise BadRequest(refusal)
+    return asked, tuple(changed)
+
+
+def _relaxed(schema: dict[str, Any], model: str, place: str, *, strict: bool) -> dict[str, Any]:
+    """The schema itself if all its keywords can be enforced. Raises BadRequest if `strict` and one cannot."""
+    wrong = problems(schema)
+    if not wrong:
+        return schema
+    if strict:
+        raise BadRequest(f"{place}: {wrong[0]}")
+    for problem in wrong:
+        _log_once(f"{place}: not enforced (no strict): {problem}", model)
+    return relaxed(schema, wrong)
+
+
+@lru_cache(maxsize=1000)
+def _log_once(text: str, model: str) -> None:
+    log.warning("model %s: %s", model, text)
 
 
 class _Grammar:

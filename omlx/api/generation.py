@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from omlx.api.answer_format import PLAIN, AnswerFormat, answer_format, call_syntax
 from omlx.api.answering import Generation
-from omlx.api.chat import ChatPrompt, ChatRequest, Engine, make_request
-from omlx.api.constraints import constrained
+from omlx.api.chat import ChatPrompt, ChatRequest, Engine, in_prompt_thread, make_request
+from omlx.api.constraints import constrained, without_problems
 from omlx.engine.detokenize import continued_text
 from omlx.errors import BadRequest
 from omlx.request import GrammarMatcher, GrammarSpec, Request, RequestStats, SamplingParams
@@ -29,8 +29,7 @@ async def make_generation(engine: Engine, asked: ChatRequest, request_id: str) -
     ]
     form = answer_form(engine, asked, firsts[0].prompt)
     with _naming_field(asked):
-        grammar, form = constrained(asked, form, engine.tokenizer)
-        compiled = None if grammar is None else await engine.compile(grammar)
+        grammar, form, compiled = await _compiled(engine, asked, form)
     requests = [
         _choice(_held(first, grammar, compiled), request_id, at * asked.n, k)
         for at, first in enumerate(firsts)
@@ -43,6 +42,24 @@ async def make_generation(engine: Engine, asked: ChatRequest, request_id: str) -
         asked.continues_prompt,
         tuple(_text_of(engine, prompt) for prompt in prompts) if asked.echo else (),
     )
+
+
+async def _compiled(
+    engine: Engine, asked: ChatRequest, form: AnswerFormat
+) -> tuple[GrammarSpec | None, AnswerFormat, GrammarMatcher | None]:
+    """The grammar of an answer, and the format that it has then.
+
+    Keywords of schemas that cannot be enforced are left out if they need not be. Raises BadRequest.
+    """
+    try:
+        grammar, held = constrained(asked, form, engine.tokenizer)
+        return grammar, held, None if grammar is None else await engine.compile(grammar)
+    except BadRequest as error:
+        relaxed = await in_prompt_thread(engine, without_problems, asked, form.tools, str(error))
+    asked, tools = relaxed
+    grammar, held = constrained(asked, replace(form, tools=tools), engine.tokenizer)
+    compiled = None if grammar is None else await engine.compile(grammar)
+    return grammar, replace(held, tools=form.tools), compiled
 
 
 def _check_number(engine: Engine, asked: ChatRequest, choices: int) -> None:

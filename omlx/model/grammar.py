@@ -31,6 +31,7 @@ LARGEST_TEXT = 256 * 1024
 _WAIT_S = 20.0
 _TRIED_TOKENS = 2
 _KEPT = 64
+_LENIENT = {"x-guidance": {"lenient": True}}
 _TRIALS_AT_ONCE = 16  # threads that wait for processes
 # One blank or one line break with its indentation, where JSON has white space: models go astray in endless blanks.
 _WHITE_SPACE = r"( |\r?\n[ \t]{0,40})"
@@ -194,6 +195,17 @@ class Grammars:
             size = max(self._vocab_size, backend.get_vocab_size(with_added_tokens=True))
             self._vocabulary = LLTokenizer(backend.to_str(), n_vocab=size, eos_token=self._eos_token_ids)
         return self._vocabulary
+
+
+def trial_of_schemas(schemas: list[dict[str, Any]]) -> list[str]:
+    """Why JSON of each schema cannot be enforced, "" for those that can. Blocks. Raises BadRequest."""
+    if not schemas:
+        return []
+    try:
+        reasons: list[str] = json.loads(_TRIALS.call(["start: %json " + json.dumps(one | _LENIENT) for one in schemas]))
+        return reasons
+    except LimitExceeded as error:
+        raise BadRequest(f"it is too complex: {error}") from None
 
 
 def _trial(grammar: str, vocab_size: int) -> str:

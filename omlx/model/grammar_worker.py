@@ -4,6 +4,7 @@ llguidance's counters do not bound everything: the intersection of a few dozen p
 ends here within the bounds is computed once more where it is used, as a grammar cannot cross processes.
 """
 
+import json
 import re
 from functools import lru_cache
 
@@ -50,15 +51,22 @@ def _vocabulary(size: int) -> LLTokenizer:
     return LLTokenizer(TokenizerWrapper(_Bytes(max(size, 256))))
 
 
-def _try(request: tuple[str, int]) -> str:
-    grammar, size = request
+def _handle(request: tuple[str, int] | list[str]) -> str:
+    """A grammar and the size of its vocabulary: Refused if it cannot be used. Of a list of grammars: the reasons."""
+    if isinstance(request, tuple):
+        if reason := _refusal(*request):
+            raise Refused(reason)
+        return ""
+    return json.dumps([_refusal(grammar, 0) for grammar in request])
+
+
+def _refusal(grammar: str, size: int) -> str:
+    """Why a grammar cannot be used, "" if it can."""
     matcher = LLMatcher(_vocabulary(size), grammar, log_level=0, limits=LIMITS)
     if not matcher.is_error():
         matcher.compute_bitmask()
-    if matcher.is_error():
-        raise Refused(one_line(matcher.get_error()))
-    return ""
+    return one_line(matcher.get_error()) if matcher.is_error() else ""
 
 
 if __name__ == "__main__":
-    serve(_try)
+    serve(_handle)

@@ -20,13 +20,13 @@ _MOST_ONE_OF = 200  # and so are these
 _LARGEST_INT = 1 << 53
 _PATH_CHARS = 100  # of a path in a message
 
-_PROSE = frozenset({
+PROSE = frozenset({
     "description", "title", "default", "example", "examples", "$comment", "deprecated", "readOnly", "writeOnly",
     "x-guidance",  # would set options of llguidance
 })  # fmt: skip
-_MAPS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
-_LISTS = frozenset({"allOf", "anyOf", "oneOf", "prefixItems", "items"})
-_SINGLE = frozenset({
+MAPS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
+LISTS = frozenset({"allOf", "anyOf", "oneOf", "prefixItems", "items"})
+SINGLE = frozenset({
     "items", "additionalProperties", "additionalItems", "not", "if", "then", "else", "contains", "propertyNames",
     "unevaluatedProperties", "unevaluatedItems",
 })  # fmt: skip
@@ -86,22 +86,41 @@ def _copy(node: Any, path: str, depth: int) -> Any:
     for key, most in _LIMITED:
         if isinstance(node.get(key), dict | list) and len(node[key]) > most:
             raise _wrong(f"{path}.{key}", f"more than {most} entries")
-    said = {key: value for key, value in node.items() if key not in _PROSE}
+    said = {key: value for key, value in node.items() if key not in PROSE}
     return {key: _copy_value(key, value, f"{path}.{key}", depth + 1) for key, value in said.items()}
 
 
 def _copy_value(key: str, value: Any, path: str, depth: int) -> Any:
-    if key in _MAPS and isinstance(value, dict):
+    if key in MAPS and isinstance(value, dict):
         for name in value:
             _check_literal(name, path)
         return {name: _copy(child, f"{path}.{name}", depth) for name, child in value.items()}
-    if key in _LISTS and isinstance(value, list):
+    if key in LISTS and isinstance(value, list):
         return [_copy(child, f"{path}[{index}]", depth) for index, child in enumerate(value)]
-    if key in _SINGLE and isinstance(value, dict):
+    if key in SINGLE and isinstance(value, dict):
         return _copy(value, path, depth)
     for literal in value if isinstance(value, list) else [value]:
         _check_literal(literal, path)
     return value
+
+
+def check_keyword(keyword: str, value: Any) -> str:
+    """Why one keyword of a schema cannot be enforced, "" if it can; schemas inside do not count."""
+    most = dict(_LIMITED).get(keyword)
+    if most is not None and isinstance(value, dict | list) and len(value) > most:
+        return f"more than {most} entries"
+    inside = (keyword in MAPS and isinstance(value, dict)) or (keyword in LISTS and isinstance(value, list))
+    children = list(value.values() if isinstance(value, dict) else value) if inside else []
+    if any(not isinstance(child, dict | bool) for child in children):
+        return "a schema has to be an object, true or false"
+    if inside or (keyword in SINGLE and isinstance(value, dict)):
+        return ""
+    try:
+        for literal in value if isinstance(value, list) else [value]:
+            _check_literal(literal, keyword)
+    except BadRequest as error:
+        return str(error).removeprefix(f"{keyword}: ")
+    return ""
 
 
 def _check_literal(value: Any, path: str) -> None:
@@ -147,10 +166,10 @@ def _children(node: dict[str, Any], visit: Callable[[Any], Any]) -> list[Any]:
     """`visit` called with every schema directly inside `node`."""
     found: list[Any] = []
     for key, value in node.items():
-        if key in _MAPS and isinstance(value, dict):
+        if key in MAPS and isinstance(value, dict):
             found += map(visit, value.values())
-        elif key in _LISTS and isinstance(value, list):
+        elif key in LISTS and isinstance(value, list):
             found += map(visit, value)
-        elif key in _SINGLE:
+        elif key in SINGLE:
             found.append(visit(value))
     return found
