@@ -588,9 +588,7 @@ class Scheduler:
         # The answer is out already: a failure to keep its state must not reach the client.
         except Exception:
             log.exception("request %s: its state could not be stored", row.id)
-        finally:
-            self._remove(row)
-            self._release(row)
+        self._let_go(row)
         if reason == "abort":
             self._finished(row.request, reason)
         else:
@@ -632,17 +630,26 @@ class Scheduler:
         keys = row.request.cache_tokens(tokens)
         self._cache.store(row.id, keys, caches, exact_upto=row.exact_upto, **kinds)
 
+    def _let_go(self, row: _Row) -> None:
+        """Frees what an ended request holds. Raises nothing: other requests must not end with it."""
+        try:
+            self._remove(row)
+        except Exception:
+            log.exception("request %s: what it held could not be freed", row.id)
+        self._release(row)
+
     def _remove(self, row: _Row) -> None:
+        decoding = self._decoding.pop(row.id, None) is not None
         if row in self._prefilling:
             self._prefilling.remove(row)
         if row in self._paused:
             self._paused.remove(row)
         if row is self._unready:
             self._unready = None
+        if decoding:
+            self._batch.drop(row.id)
         if row.request.vision is not None:
             row.request.vision.release()
-        if self._decoding.pop(row.id, None) is not None:
-            self._batch.drop(row.id)
 
     def _release(self, row: _Row) -> None:
         if self._cache is not None:
@@ -669,5 +676,4 @@ class Scheduler:
             error = wrapped
         # First: what follows may fail as well, and nobody else would end the client's wait.
         self._emit(Failure(row.id, error))
-        self._remove(row)
-        self._release(row)
+        self._let_go(row)

@@ -112,3 +112,48 @@ def test_a_request_that_fails_is_told_even_if_its_release_fails_too(monkeypatch:
     monkeypatch.setattr(bench.prefix, "release", broken)
     request = bench.ask(PROMPT)
     assert "Broken" in str(bench.failures[request.request_id]) and not bench.scheduler.has_work
+
+
+class Fault:
+    """A function that raises once, at the call with the number `at`."""
+
+    def __init__(self, original: Any, at: int) -> None:
+        self.calls = 0
+        self._original, self._at = original, at
+
+    def __call__(self, *args: Any, **kinds: Any) -> Any:
+        self.calls += 1
+        if self.calls == self._at + 1:
+            raise Broken("on purpose")
+        return self._original(*args, **kinds)
+
+
+CALLS = ["eval", "async_eval", "clear_cache", "contiguous", "concatenate", "zeros", "argmax"]
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_every_request_ends_and_nothing_wrong_is_stored_whichever_call_of_mlx_raises(
+    call: str, answer: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = TinyRunner()
+    tokens = [step[:2] for step in answer]
+    failing = 0
+    while failing >= 0:
+        bench = Bench(runner, PagedSSDCacheManager(None, 0, 1 << 26))
+        bench.ask(PROMPT[:40])
+        fault = Fault(getattr(mx, call), failing)
+        monkeypatch.setattr(mx, call, fault)
+        requests = [bench.add(PROMPT), bench.add(PROMPT[:33]), bench.add([7, *PROMPT])]
+        for _ in range(500):
+            bench.scheduler.step()
+            if not bench.scheduler.has_work:
+                break
+        monkeypatch.undo()
+        assert not bench.scheduler.has_work and bench.paged.requests() == ()
+        for request in requests:
+            last = bench.outputs.get(request.request_id, [None])[-1]
+            assert request.request_id in bench.failures or (last is not None and last.finish_reason)
+        again = bench.ask(PROMPT)
+        assert again.request_id not in bench.failures and [step[:2] for step in bench.answer(again)] == tokens
+        # Every call once, then ever larger steps: the later ones are decode steps, all alike.
+        failing = -1 if fault.calls <= failing else failing + 1 + failing // 12

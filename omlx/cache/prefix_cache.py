@@ -565,7 +565,11 @@ class BlockAwarePrefixCache:
         self._store.unpin_all(self._paged.release(request_id))
         if chain is not None:
             self._store.touch(self._tails_first(chain, table))
-        self._slabs.settle()
+        try:
+            self._slabs.settle()
+        except Exception:
+            self._slabs.clear()  # or every release would meet the same arrays
+            raise
 
     def _tails_first(self, chain: _Chain, table: Sequence[bytes]) -> list[bytes]:
         """The request's blocks in the order in which they may be evicted, a block's companions just before it.
