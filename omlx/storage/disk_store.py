@@ -359,7 +359,8 @@ class DiskStore:
         make_folder(self.root)
         lock = FolderLock(self.root)
         path = self.root / INDEX_NAME
-        index_mark, _, tree = lock.note.rpartition(" ")
+        size, time_ns, tree, *_ = [*lock.note.split(" "), "", "", ""]  # older versions leave no third field
+        index_mark = f"{size} {time_ns}"
         as_left = lock.note == "" or index_mark == file_mark(path)
         try:
             index = IndexFile(path)
