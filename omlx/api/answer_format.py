@@ -14,6 +14,7 @@ from omlx.api.call_formats import GENERIC_CALLS, CallFormat, recognized
 from omlx.api.call_syntax import CallSyntax
 from omlx.api.events import ToolCall
 from omlx.api.marks import NO_MARKS, Marks, is_token
+from omlx.api.tool_template import calls_written
 
 logger = logging.getLogger(__name__)
 
@@ -201,10 +202,7 @@ def _syntaxes(tokenizer: Any, known: CallFormat | None) -> tuple[CallSyntax, ...
 
 def has_tool_template(tokenizer: Any) -> bool:
     """Whether the model's template renders tools, in a form whose calls can be read."""
-    if _known_calls(tokenizer) is None:
-        return False
-    template = _template(tokenizer)
-    return not template or re.search(r"\btools\b", template) is not None
+    return _known_calls(tokenizer) is not None and calls_written(tokenizer) != "none"
 
 
 def _known_calls(tokenizer: Any) -> CallFormat | None:

@@ -12,7 +12,8 @@ from typing import Any, Literal, NamedTuple, ParamSpec, Protocol, TypeVar
 from omlx.api.answer_format import has_tool_template
 from omlx.api.embeddings import EmbedderPool
 from omlx.api.events import Dialect
-from omlx.api.tool_prompt import spelled_out, without_billing_line
+from omlx.api.tool_prompt import one_call_each, spelled_out, without_billing_line
+from omlx.api.tool_template import calls_written
 from omlx.engine.detokenize import TextEngine
 from omlx.errors import BadPicture, BadRequest, ModelError
 from omlx.model import chat_template
@@ -347,6 +348,8 @@ def _with_tools(engine: Engine, prompt: ChatPrompt) -> tuple[list[dict[str, Any]
     messages = without_billing_line(prompt.messages)
     if not has_tool_template(engine.tokenizer):
         return spelled_out(messages, prompt.tools), ()
+    if calls_written(engine.tokenizer) == "single":
+        messages = one_call_each(messages)
     return messages, prompt.tools
 
 

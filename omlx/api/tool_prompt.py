@@ -89,6 +89,27 @@ def spelled_out(messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, An
     return [{"role": "system", "content": explanation}, *spelled]
 
 
+def one_call_each(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages for a template that writes one call of a message: each call has its own, before its results."""
+    split: list[dict[str, Any]] = []
+    at = 0
+    while at < len(messages):
+        message, at = messages[at], at + 1
+        calls = message.get("tool_calls") or ()
+        if len(calls) < 2:
+            split.append(message)
+            continue
+        end = next((k for k in range(at, len(messages)) if messages[k]["role"] != "tool"), len(messages))
+        results, at = list(messages[at:end]), end
+        for index, call in enumerate(calls):
+            own = [result for result in results if result.get("tool_call_id") == call.get("id")]
+            results = [result for result in results if result not in own]
+            first = message if index == 0 else {"role": "assistant", "content": ""}
+            split += [first | {"tool_calls": [call]}, *own]
+        split += results
+    return split
+
+
 def _behind(results: str, said: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
     """Results, and a text behind them or, with images, parts."""
     return f"{results}\n{said}" if isinstance(said, str) else [{"type": "text", "text": results}, *said]

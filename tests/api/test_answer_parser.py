@@ -85,7 +85,7 @@ WRITTEN = {
 WRITTEN["laguna"] = WRITTEN["glm47"]
 
 
-def model(parser: str | None = None, *, thinks: bool = False, template: str = "", tokens=()):
+def model(parser: str | None = None, *, thinks: bool = False, template: str = "{{ tools }}", tokens=()):
     """A tokenizer with a model's marks; those for thinking are tokens of their own."""
     return with_marks(template, (*tokens, *(("<think>", "</think>") if thinks else ())), parser)
 
