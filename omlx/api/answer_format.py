@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 from omlx.api.call_formats import GENERIC_CALLS, CallFormat, recognized
 from omlx.api.call_syntax import CallSyntax
 from omlx.api.events import ToolCall
-from omlx.api.marks import NO_MARKS, Marks, is_token
+from omlx.api.marks import NO_MARKS, Marks, added_tokens, is_token
 from omlx.api.tool_template import calls_written
 
 logger = logging.getLogger(__name__)
@@ -151,7 +151,7 @@ def answer_format(
 
     `tokenizer` is mlx-lm's TokenizerWrapper. The format is recognized by its template's text and its added tokens.
     """
-    template, added = _template(tokenizer), _added(tokenizer)
+    template, added = _template(tokenizer), added_tokens(tokenizer)
     known = _known_calls(tokenizer)
     headers = _HEADERS.get(known.name) if known else None
     thought = headers.thought if headers else _pair(_THOUGHTS, template, added)
@@ -208,7 +208,7 @@ def has_tool_template(tokenizer: Any) -> bool:
 def _known_calls(tokenizer: Any) -> CallFormat | None:
     parser = getattr(tokenizer, "tool_parser", None)
     name = parser.__module__.rpartition(".")[2] if parser is not None else None
-    return recognized(_template(tokenizer), _added(tokenizer), name)
+    return recognized(_template(tokenizer), added_tokens(tokenizer), name)
 
 
 def _template(tokenizer: Any) -> str:
@@ -217,11 +217,6 @@ def _template(tokenizer: Any) -> str:
     if isinstance(template, dict):
         return "\n".join(str(text) for text in template.values())
     return template if isinstance(template, str) else ""
-
-
-def _added(tokenizer: Any) -> dict[str, int]:
-    added: dict[str, int] = tokenizer.get_added_vocab()
-    return added
 
 
 def _pair(pairs: Iterable[tuple[str, str]], template: str, added: dict[str, int]) -> tuple[str, str] | None:

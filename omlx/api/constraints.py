@@ -16,6 +16,7 @@ from omlx.api.answer_format import AnswerFormat
 from omlx.api.call_formats import GENERIC_CALLS
 from omlx.api.call_syntax import CallSyntax
 from omlx.api.chat import ChatPrompt, ChatRequest, OutputFormat, ToolChoice
+from omlx.api.marks import added_tokens
 from omlx.errors import BadRequest
 from omlx.model import grammar as grammars
 from omlx.model.json_schema import arguments
@@ -199,7 +200,7 @@ class _Grammar:
 
     def _parts(self, marker: str) -> list[int | str]:
         """A marker as its special tokens and the text between them."""
-        added = set(self._tokenizer.get_added_vocab().values())
+        added = set(added_tokens(self._tokenizer).values())
         parts: list[int | str] = []
         tokens = self._tokenizer.encode(marker, add_special_tokens=False)
         if not added.intersection(tokens):

@@ -8,6 +8,7 @@ from omlx.api.answer_format import PLAIN, AnswerFormat, answer_format, call_synt
 from omlx.api.answering import Generation
 from omlx.api.chat import ChatPrompt, ChatRequest, Engine, in_prompt_thread, make_request
 from omlx.api.constraints import constrained, without_problems
+from omlx.api.marks import added_tokens
 from omlx.engine.detokenize import continued_text
 from omlx.errors import BadRequest
 from omlx.request import GrammarMatcher, GrammarSpec, Request, RequestStats, SamplingParams
@@ -78,7 +79,7 @@ def _without_calls(engine: Engine, asked: ChatRequest) -> SamplingParams:
     """
     if asked.tool_choice.mode != "none" or not isinstance(asked.prompt, ChatPrompt) or not asked.prompt.tools:
         return asked.sampling
-    begin = engine.tokenizer.get_added_vocab().get(call_syntax(engine.tokenizer).start)
+    begin = added_tokens(engine.tokenizer).get(call_syntax(engine.tokenizer).start)
     if begin is None:
         return asked.sampling
     bias = dict(asked.sampling.logit_bias) | {begin: _NEVER}

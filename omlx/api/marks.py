@@ -3,10 +3,23 @@
 import re
 from collections.abc import Iterable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 # A mark is written as one of 1,024 high surrogates, then low ones: no decoded text contains either.
 _FIRST, _MOST, _FILL = 0xD800, 1024, "\udc00"
 _WRITTEN = re.compile("[\ud800-\udbff]\udc00*")
+
+
+_ADDED: "WeakKeyDictionary[Any, tuple[int, dict[str, int]]]" = WeakKeyDictionary()
+
+
+def added_tokens(tokenizer: Any) -> dict[str, int]:
+    """The added tokens of a tokenizer and their ids. Cached: some have thousands, and every answer asks for them."""
+    size = len(tokenizer)
+    known = _ADDED.get(tokenizer)
+    if known is None or known[0] != size:
+        known = _ADDED[tokenizer] = (size, tokenizer.get_added_vocab())
+    return known[1]
 
 
 class Marks:
@@ -31,8 +44,7 @@ class Marks:
     def of(cls, tokenizer: Any, texts: Iterable[str]) -> "Marks":
         """The added tokens of `tokenizer` that occur in `texts`."""
         every = "\n".join(texts)
-        added: dict[str, int] = tokenizer.get_added_vocab()
-        return cls({token: text for text, token in added.items() if text and text in every})
+        return cls({token: text for text, token in added_tokens(tokenizer).items() if text and text in every})
 
     def push(self, text: str, token: int | None) -> str:
         """The next piece of an answer as marked text; `token` is the one whose text ends the piece."""
