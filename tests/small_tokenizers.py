@@ -70,9 +70,10 @@ TOOL_TEMPLATE = (
 )
 
 
-def with_tools(*, thinks: bool = False) -> TokenizerWrapper:
+def with_tools(*, thinks: bool = False, template: str = TOOL_TEMPLATE) -> TokenizerWrapper:
     """A model whose template knows tools (calls in JSON) and, if it `thinks`, has marks for that in its vocabulary."""
-    template = TOOL_TEMPLATE if thinks else TOOL_TEMPLATE.replace("<think>", "[").replace("</think>", "]")
+    if not thinks:
+        template = template.replace("<think>", "[").replace("</think>", "]")
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=_bytes(), eos_token="<eos>", chat_template=template, clean_up_tokenization_spaces=False
     )
