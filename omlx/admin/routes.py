@@ -17,7 +17,7 @@ from omlx import __version__
 from omlx.access.keys import ANYBODY, ApiKey, KeyRing
 from omlx.api import anthropic, openai
 from omlx.api.bounded import Deferred, Small
-from omlx.api.chat import ChatPrompt, ChatRequest, EnginePool, in_prompt_thread, prompt_tokens
+from omlx.api.chat import ChatPrompt, ChatRequest, EnginePool, in_prompt_thread, prompt_tokens, template_changes
 from omlx.api.json_text import ReadBody
 from omlx.api.message_places import where_it_differs
 from omlx.api.openai_body import Body, TokenIds, validated
@@ -128,7 +128,7 @@ class ShownImage(BaseModel):
 
 
 class ProbeAnswer(BaseModel):
-    """`images` are there for a prompt that has some."""
+    """`images` are there for a prompt that has some, `adapted` for messages that had to be adapted to the template."""
 
     model: str
     tokens: int
@@ -136,6 +136,7 @@ class ProbeAnswer(BaseModel):
     cached_tokens: int
     first_miss: Miss | None
     images: list[ShownImage] | None = None
+    adapted: list[str] | None = None
 
 
 class ClearAnswer(BaseModel):
@@ -179,12 +180,14 @@ def router(
 
     async def probe(http: HttpRequest) -> Response:
         asked, prompt = await prompt_of(await read_body(http, partial(_parse_probe, responses, keys)))
+        engine = await pool.get(asked.model)
         found = await pool.cache_probe(
             asked.model, prompt.cache_tokens(prompt.prompt), prompt.cache_salt, prompt.images
         )
         shown: dict[str, Any] = {"model": asked.model, "tokens": len(prompt.prompt)} | _shown(found)
+        if isinstance(asked.prompt, ChatPrompt) and (changes := template_changes(engine, asked.prompt)):
+            shown["adapted"] = changes
         if found is not None and found.first_miss is not None and isinstance(asked.prompt, ChatPrompt):
-            engine = await pool.get(asked.model)
             parts = asked.prompt, prompt.prompt, found.first_miss
             place = await in_prompt_thread(engine, where_it_differs, engine, *parts)
             shown["first_miss"] |= place

@@ -14,7 +14,7 @@ from omlx.api.call_formats import GENERIC_CALLS, CallFormat, recognized
 from omlx.api.call_syntax import CallSyntax
 from omlx.api.events import ToolCall
 from omlx.api.marks import NO_MARKS, Marks, added_tokens, is_token
-from omlx.api.tool_template import calls_written
+from omlx.model.template_habits import habits_of
 
 logger = logging.getLogger(__name__)
 
@@ -202,7 +202,7 @@ def _syntaxes(tokenizer: Any, known: CallFormat | None) -> tuple[CallSyntax, ...
 
 def has_tool_template(tokenizer: Any) -> bool:
     """Whether the model's template renders tools, in a form whose calls can be read."""
-    return _known_calls(tokenizer) is not None and calls_written(tokenizer) != "none"
+    return _known_calls(tokenizer) is not None and habits_of(tokenizer).tools
 
 
 def _known_calls(tokenizer: Any) -> CallFormat | None:

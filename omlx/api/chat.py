@@ -12,13 +12,13 @@ from typing import Any, Literal, NamedTuple, ParamSpec, Protocol, TypeVar
 from omlx.api.answer_format import has_tool_template
 from omlx.api.embeddings import EmbedderPool
 from omlx.api.events import Dialect
-from omlx.api.tool_prompt import one_call_each, spelled_out, without_billing_line
-from omlx.api.tool_template import calls_written
+from omlx.api.tool_prompt import spelled_out, without_billing_line
 from omlx.engine.detokenize import TextEngine
 from omlx.errors import BadPicture, BadRequest, ModelError
 from omlx.model import chat_template
 from omlx.model.foreign import refusing
 from omlx.model.images import Picture
+from omlx.model.template_habits import STRICTEST, Adapted, TemplateHabits, adapted, habits_of
 from omlx.request import GrammarMatcher, GrammarSpec, PromptVision, Request, SamplingParams
 
 log = logging.getLogger("omlx.server")
@@ -164,7 +164,6 @@ class ToolChoice(NamedTuple):
 AUTO = ToolChoice()
 
 P = ParamSpec("P")
-T = TypeVar("T")
 
 _PROMPT_THREADS = 4
 _prompt_threads: dict[str, ThreadPoolExecutor] = {}  # by the names of the models that were used
@@ -221,6 +220,8 @@ class ChatRequest:
         return not isinstance(self.prompt, ChatPrompt)
 
 
+Tools = Sequence[dict[str, Any]]
+T = TypeVar("T")
 Parse = Callable[[dict[str, Any]], tuple[ChatRequest, Dialect]]
 
 
@@ -262,10 +263,13 @@ def prompt_tokens(engine: Engine, asked: ChatRequest) -> tuple[list[int], Prompt
     if engine.vision is None or not isinstance(prompt, ChatPrompt):
         return tokenize(engine, asked), None
     assert len(prompt.pictures) == len(prompt.images), "the images were not read"
-    messages, tools = _with_tools(engine, prompt)
-    salt, use_cache = asked.cache_salt, asked.use_cache
+    vision, salt, use_cache = engine.vision, asked.cache_salt, asked.use_cache
+
+    def with_pictures(messages: list[dict[str, Any]], tools: Tools) -> tuple[list[int], PromptVision | None]:
+        return vision.prompt(messages, prompt.template_args, prompt.pictures, salt, tools, use_cache=use_cache)
+
     try:
-        return engine.vision.prompt(messages, prompt.template_args, prompt.pictures, salt, tools, use_cache=use_cache)
+        return _for_template(engine, prompt, with_pictures)
     except BadPicture as error:
         place = prompt.images[error.index].place
         raise BadRequest(f"{place}: {error.reason}", param=place) from None
@@ -332,11 +336,36 @@ def tokenizing(model: str) -> Iterator[None]:
 
 def render(engine: Engine, prompt: ChatPrompt, *, ready: bool = True) -> str:
     """The conversation as the model's template writes it; `ready`: for the answer. Raises BadRequest."""
-    messages, tools = _with_tools(engine, prompt)
-    return chat_template.render(engine.tokenizer, engine.name, messages, prompt.template_args, tools, ready=ready)
+
+    def text(messages: list[dict[str, Any]], tools: Tools) -> str:
+        return chat_template.render(engine.tokenizer, engine.name, messages, prompt.template_args, tools, ready=ready)
+
+    return _for_template(engine, prompt, text)
 
 
-def _with_tools(engine: Engine, prompt: ChatPrompt) -> tuple[list[dict[str, Any]], Sequence[dict[str, Any]]]:
+def template_changes(engine: Engine, prompt: ChatPrompt) -> tuple[str, ...]:
+    """What is changed of the messages so that the model's template takes them, a phrase each."""
+    return _adapted(engine, prompt, habits_of(engine.tokenizer, engine.name))[0].changes
+
+
+def _for_template(engine: Engine, prompt: ChatPrompt, use: Callable[[list[dict[str, Any]], Tools], T]) -> T:
+    """`use` of the messages and tools as the template takes them.
+
+    What a template refuses all the same is tried once more in the plainest form: its trial cannot foresee everything.
+    """
+    (messages, _), tools = _adapted(engine, prompt, habits_of(engine.tokenizer, engine.name))
+    try:
+        return use(messages, tools)
+    except chat_template.TemplateRefused:
+        (plainest, _), tools = _adapted(engine, prompt, STRICTEST)
+        try:
+            return use(plainest, tools)
+        except chat_template.TemplateRefused:
+            pass
+        raise
+
+
+def _adapted(engine: Engine, prompt: ChatPrompt, habits: TemplateHabits) -> tuple[Adapted, Tools]:
     """The messages for the template, and the tools for one that knows of tools; for others the messages have them.
 
     Raises BadRequest for tools that are too long for the context: templates write them with json.dumps, which holds
@@ -347,10 +376,8 @@ def _with_tools(engine: Engine, prompt: ChatPrompt) -> tuple[list[dict[str, Any]
         raise _too_long(engine, "tools", f"more than {most} characters")
     messages = without_billing_line(prompt.messages)
     if not has_tool_template(engine.tokenizer):
-        return spelled_out(messages, prompt.tools), ()
-    if calls_written(engine.tokenizer) == "single":
-        messages = one_call_each(messages)
-    return messages, prompt.tools
+        return adapted(spelled_out(messages, prompt.tools), habits), ()
+    return adapted(messages, habits), prompt.tools
 
 
 def _characters(value: Any) -> int:

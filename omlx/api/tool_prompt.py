@@ -5,6 +5,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from omlx.model.template_habits import result_text, with_calls_as_text
+
 # How templates have it; everything else follows in the order of the alphabet.
 _ORDER = ("type", "function", "name", "description", "parameters", "properties", "required")
 # Under these a schema has names that somebody chose, and a schema for each.
@@ -74,7 +76,7 @@ def spelled_out(messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, An
     results = False
     for message in messages:
         is_result = message["role"] == "tool"
-        said = {"role": "user", "content": _result(message)} if is_result else _with_calls(message)
+        said = {"role": "user", "content": result_text(message)} if is_result else with_calls_as_text(message)
         if results and said["role"] == "user":
             spelled[-1] = spelled[-1] | {"content": _behind(spelled[-1]["content"], said["content"])}
         else:
@@ -89,43 +91,9 @@ def spelled_out(messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, An
     return [{"role": "system", "content": explanation}, *spelled]
 
 
-def one_call_each(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages for a template that writes one call of a message: each call has its own, before its results."""
-    split: list[dict[str, Any]] = []
-    at = 0
-    while at < len(messages):
-        message, at = messages[at], at + 1
-        calls = message.get("tool_calls") or ()
-        if len(calls) < 2:
-            split.append(message)
-            continue
-        end = next((k for k in range(at, len(messages)) if messages[k]["role"] != "tool"), len(messages))
-        results, at = list(messages[at:end]), end
-        for index, call in enumerate(calls):
-            own = [result for result in results if result.get("tool_call_id") == call.get("id")]
-            results = [result for result in results if result not in own]
-            first = message if index == 0 else {"role": "assistant", "content": ""}
-            split += [first | {"tool_calls": [call]}, *own]
-        split += results
-    return split
-
-
 def _behind(results: str, said: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
     """Results, and a text behind them or, with images, parts."""
     return f"{results}\n{said}" if isinstance(said, str) else [{"type": "text", "text": results}, *said]
-
-
-def _with_calls(message: dict[str, Any]) -> dict[str, Any]:
-    calls = message.get("tool_calls")
-    if not calls:
-        return message
-    written = [f"<tool_call>\n{_json(call['function'])}\n</tool_call>" for call in calls]
-    plain = {key: value for key, value in message.items() if key != "tool_calls"}
-    return plain | {"content": "\n".join([message["content"], *written] if message["content"] else written)}
-
-
-def _result(message: dict[str, Any]) -> str:
-    return f"<tool_response>\n{message['content']}\n</tool_response>"
 
 
 def _json(value: Any) -> str:

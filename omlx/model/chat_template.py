@@ -16,6 +16,10 @@ log = logging.getLogger(__name__)
 
 _PROCESSES = WorkerPool("omlx.model.template_worker", cpu_s=4, memory=1 << 30)
 
+class TemplateRefused(BadRequest):
+    """A chat template that does not take a conversation."""
+
+
 # Would change what the call does rather than what the template shows.
 _RESERVED_ARGS = frozenset({
     "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents", "max_length",
@@ -48,7 +52,7 @@ def render(
     try:
         return str(tokenizer.apply_chat_template(messages, add_generation_prompt=ready, tokenize=False, **options))
     except (*TEMPLATE_ERRORS, Refused) as error:
-        raise BadRequest(f"the model's chat template refused the messages: {error}", param="messages") from error
+        raise TemplateRefused(f"the model's chat template refused the messages: {error}", param="messages") from error
     except (LimitExceeded, MemoryError) as error:
         reason = str(error) or "out of memory"
         log.warning("model %s: its chat template failed: %s", model, reason)
