@@ -31,7 +31,7 @@ from omlx.api import anthropic, embeddings, openai, sse, tokens
 from omlx.api.answering import answer_events, collect
 from omlx.api.anthropic_answer import CountAnswer, MessageAnswer, MessagesErrorAnswer
 from omlx.api.anthropic_body import CountBody, MessagesBody
-from omlx.api.chat import EnginePool, Parse, ServedModel
+from omlx.api.chat import ChatRequest, EnginePool, Parse, ServedModel, in_prompt_thread, prompt_tokens
 from omlx.api.events import INTERNAL_FAULT, Fault, fault_of
 from omlx.api.generation import make_generation
 from omlx.api.image_source import ImageSource
@@ -143,9 +143,7 @@ def _endpoint(pool: EnginePool, parse: Parse, source: Source) -> Callable[[Reque
 
 def _add_anthropic_routes(app: FastAPI, pool: EnginePool, source: Source) -> None:
     async def count(http: Request) -> Response:
-        asked = (await read_body(http, anthropic.parse_count)).asked_by(api_key_of(http))
-        engine = await pool.get(asked.model)
-        return JSONResponse(await anthropic.count_tokens(engine, await with_pictures(engine, asked, source)))
+        return JSONResponse({"input_tokens": await count_prompt(http, pool, anthropic.parse_count, source)})
 
     busy = (404, 503)
     shape = MessagesErrorAnswer
@@ -195,8 +193,22 @@ def _add_responses(app: FastAPI, pool: EnginePool, source: Source) -> None:
     async def in_dialect(http: Request, parse: Parse) -> Response:
         return await answer(http, pool, parse, source)
 
-    app.state.responses = ResponseStore()
-    app.include_router(responses_router(in_dialect, lambda http: api_key_of(http).digest, app.state.responses))
+    async def count(http: Request, parse: Callable[[dict[str, Any]], ChatRequest]) -> int:
+        return await count_prompt(http, pool, parse, source)
+
+    store = app.state.responses = ResponseStore()
+    app.include_router(responses_router(in_dialect, count, lambda http: api_key_of(http).digest, store))
+
+
+async def count_prompt(
+    http: Request, pool: EnginePool, parse: Callable[[dict[str, Any]], ChatRequest], source: Source
+) -> int:
+    """How many tokens the prompt of a request has: as many as an answer's usage would say."""
+    asked = (await read_body(http, parse)).asked_by(api_key_of(http))
+    engine = await pool.get(asked.model)
+    asked = await with_pictures(engine, asked, source)
+    tokens, _ = await in_prompt_thread(engine, prompt_tokens, engine, asked)
+    return len(tokens)
 
 
 async def answer(http: Request, pool: EnginePool, parse: Parse, source: Source) -> Response:

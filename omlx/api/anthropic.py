@@ -12,7 +12,7 @@ from pydantic_core import from_json
 
 from omlx.api.anthropic_body import NOT_SUPPORTED, CountBody, Format, MessagesBody, Tool
 from omlx.api.anthropic_prompt import conversation, told_id
-from omlx.api.chat import ChatPrompt, ChatRequest, Engine, OutputFormat, ToolChoice, in_prompt_thread, prompt_tokens
+from omlx.api.chat import ChatPrompt, ChatRequest, OutputFormat, ToolChoice
 from omlx.api.events import (
     Answer,
     CallArguments,
@@ -79,12 +79,6 @@ def parse_messages(body: dict[str, Any]) -> tuple[ChatRequest, "MessagesDialect"
 def parse_count(body: dict[str, Any]) -> ChatRequest:
     """A body of POST /v1/messages/count_tokens. Raises BadRequest, which names the field."""
     return _request(validated(CountBody, body, NOT_SUPPORTED))
-
-
-async def count_tokens(engine: Engine, asked: ChatRequest) -> dict[str, Any]:
-    """How many tokens the prompt has: as many as an answer's usage would say. Raises BadRequest."""
-    tokens, _ = await in_prompt_thread(engine, prompt_tokens, engine, asked)
-    return {"input_tokens": len(tokens)}
 
 
 def _request(fields: CountBody) -> ChatRequest:

@@ -33,6 +33,8 @@ from omlx.request import EncoderInput, Text
 logger = logging.getLogger("omlx.request")
 
 MOST_CHARACTERS = 1_000_000
+# Jina's and Cohere's first version, Cohere's second, and what clients of self-hosted rerankers send.
+_RERANK_PATHS = ("/v1/rerank", "/v2/rerank", "/rerank")
 
 ModelName = Annotated[str, Field(min_length=1, max_length=500)]
 Vectors = NDArray[np.float32]
@@ -82,7 +84,7 @@ class TextDocument(Body):
 
 
 class RerankBody(Body):
-    """POST /v1/rerank. Documents that are too long are cut, as they are elsewhere, unless `truncate` is false."""
+    """POST /v1/rerank, /v2/rerank and /rerank. Documents that are too long are cut unless `truncate` is false."""
 
     model: ModelName
     query: str
@@ -132,7 +134,10 @@ class RerankAnswer(BaseModel):
 
 
 def router(pool: EmbedderPool, read_body: ReadBody, key_name: Callable[[Request], str]) -> APIRouter:
-    """POST /v1/embeddings and /v1/rerank. `read_body` reads a body, `key_name` gives the API key's name or ""."""
+    """POST /v1/embeddings, and reranking under each of its paths.
+
+    `read_body` reads a body, `key_name` gives the API key's name or "".
+    """
 
     async def embeddings(http: Request) -> Response:
         asked = await read_body(http, partial(validated, EmbeddingsBody))
@@ -156,7 +161,8 @@ def router(pool: EmbedderPool, read_body: ReadBody, key_name: Callable[[Request]
     vectors_of = documented("Embeddings", EmbeddingsBody, EmbeddingsAnswer, errors=busy)
     ranked = documented("Documents by relevance", RerankBody, RerankAnswer, errors=busy)
     routes.add_api_route("/v1/embeddings", embeddings, methods=["POST"], **vectors_of)
-    routes.add_api_route("/v1/rerank", rerank, methods=["POST"], **ranked)
+    for path in _RERANK_PATHS:
+        routes.add_api_route(path, rerank, methods=["POST"], **ranked)
     return routes
 
 

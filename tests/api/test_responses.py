@@ -498,3 +498,53 @@ def test_fields_that_nobody_knows_are_ignored(app, engine):
     body = whole(app, unheard_of=[1], max_tokens="x", messages=5, n=7)
     assert len(engine.seen) == 1
     assert "unheard_of" not in json.dumps(body)
+
+
+# ---- counting and canceling
+
+
+def count(app, **fields):
+    return call(app, "POST", "/v1/responses/input_tokens", json={"model": "tiny"} | fields)
+
+
+def test_input_tokens_are_those_of_the_usage_and_nothing_is_generated(app, agent):
+    said = [{"role": "user", "content": "What is it like?"}]
+    fields = {"input": said, "instructions": "Be brief.", "tools": [WEATHER]}
+    body = whole(app, **fields)
+    agent.seen.clear()
+    for more in ({}, {"stream": True}):
+        response = count(app, **fields, **more)
+        assert response.json() == {"object": "response.input_tokens", "input_tokens": body["usage"]["input_tokens"]}
+    assert not agent.seen
+
+
+def test_input_tokens_of_a_conversation_are_counted_with_and_without_more_input(app, engine):
+    first = whole(app, input="one")["id"]
+    alone = count(app, previous_response_id=first).json()["input_tokens"]
+    more = whole(app, input="two", previous_response_id=first)["usage"]["input_tokens"]
+    assert count(app, input="two", previous_response_id=first).json()["input_tokens"] == more > alone > 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "param"),
+    [
+        ({}, 400, "input"),
+        ({"input": 5}, 400, "input"),
+        ({"input": "hi", "background": True}, 400, "background"),
+        ({"previous_response_id": "resp_x"}, 400, "previous_response_id"),
+        ({"input": "hi", "model": "unknown"}, 404, "model"),
+    ],
+)
+def test_input_tokens_that_cannot_be_counted_are_refused_by_field(app, engine, fields, status, param):
+    response = count(app, **fields)
+    assert (response.status_code, response.json()["error"]["param"]) == (status, param), response.text
+
+
+def test_only_a_background_response_could_be_canceled(app, engine):
+    name = whole(app)["id"]
+    refused = call(app, "POST", f"/v1/responses/{name}/cancel")
+    assert refused.status_code == 400
+    assert "background" in refused.json()["error"]["message"]
+    assert call(app, "GET", f"/v1/responses/{name}").status_code == 200
+    unknown = call(app, "POST", "/v1/responses/resp_x/cancel")
+    assert (unknown.status_code, unknown.json()["error"]["param"]) == (404, "response_id")

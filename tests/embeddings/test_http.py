@@ -170,6 +170,17 @@ def test_reranking_by_vectors_sorts_by_cosine(address, reference):
     assert body["usage"]["total_tokens"] == 5 * 2 + len("who knew") + sum(map(len, texts))
 
 
+@pytest.mark.parametrize("path", ["/v2/rerank", "/rerank"])
+def test_reranking_has_the_paths_of_other_servers(address, path):
+    asked = {"model": "scores", "query": "who", "documents": ["a", {"text": "b"}], "return_documents": True}
+    plain = post(address, "rerank", **asked).json()
+    other = httpx.post(f"{address}{path}", json=asked, timeout=60)
+    assert other.status_code == 200
+    assert other.json() | {"id": None} == plain | {"id": None}
+    wrong = httpx.post(f"{address}{path}", json=asked | {"documents": []}, timeout=60)
+    assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "documents")
+
+
 def test_reranking_by_a_model_that_scores_pairs(address, home):
     reference = Reference(home / "models" / "scores")
     texts = ["zz top", "who knows", "the answer"]

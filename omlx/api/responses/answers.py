@@ -54,6 +54,11 @@ class ResponseAnswer(BaseModel):
     usage: Usage
 
 
+class InputTokensAnswer(BaseModel):
+    object: Literal["response.input_tokens"]
+    input_tokens: int
+
+
 class DeletedAnswer(BaseModel):
     id: str
     object: Literal["response"]

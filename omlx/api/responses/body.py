@@ -241,6 +241,12 @@ class ResponsesBody(SamplingBody):
     chat_template_kwargs: Settings | None = None
 
 
+class InputTokensBody(ResponsesBody):
+    """POST /v1/responses/input_tokens: without `input` the conversation of `previous_response_id` alone is counted."""
+
+    input: str | Annotated[list[Item], at_most(MAX_MESSAGES)] | None = None  # type: ignore[assignment]
+
+
 # Fields that ask for what there is not, and what they may hold all the same.
 NOT_SUPPORTED: NotSupported = {
     "background": lambda value: value is False,

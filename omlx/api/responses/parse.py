@@ -67,6 +67,12 @@ def parse(body: Json, store: ResponseStore, owner: bytes) -> tuple[ChatRequest, 
     return request, ResponsesDialect(_echo(fields, body), tools, top_logprobs is not None, request.use_cache, keep)
 
 
+def parse_input_tokens(body: Json, store: ResponseStore, owner: bytes) -> ChatRequest:
+    """The request whose prompt is counted. Raises BadRequest, which names the field."""
+    whole = body if body.get("input") is not None else body | {"input": []}
+    return parse(whole, store, owner)[0]
+
+
 def _warn_of_left_out(fields: ResponsesBody) -> None:
     if hosted := {str(tool.type) for tool in fields.tools or () if isinstance(tool, LeftOutTool)}:
         logger.warning("the model is not told of hosted tools, which are not here: %s", ", ".join(sorted(hosted)))

@@ -8,11 +8,11 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
-from omlx.api.chat import Parse
+from omlx.api.chat import ChatRequest, Parse
 from omlx.api.openapi import documented
-from omlx.api.responses.answers import DeletedAnswer, ItemsAnswer, ResponseAnswer
-from omlx.api.responses.body import ResponsesBody
-from omlx.api.responses.parse import parse
+from omlx.api.responses.answers import DeletedAnswer, InputTokensAnswer, ItemsAnswer, ResponseAnswer
+from omlx.api.responses.body import InputTokensBody, ResponsesBody
+from omlx.api.responses.parse import parse, parse_input_tokens
 from omlx.api.responses.store import ResponseStore
 from omlx.errors import BadRequest
 
@@ -20,10 +20,19 @@ MOST_LISTED = 100
 _LISTED = 20
 
 
+Count = Callable[[Request, Callable[[dict[str, Any]], ChatRequest]], Awaitable[int]]
+
+
 def router(
-    answer: Callable[[Request, Parse], Awaitable[Response]], owner_of: Callable[[Request], bytes], store: ResponseStore
+    answer: Callable[[Request, Parse], Awaitable[Response]],
+    count: Count,
+    owner_of: Callable[[Request], bytes],
+    store: ResponseStore,
 ) -> APIRouter:
-    """The routes. `answer` answers a request in a dialect, `owner_of` says whose responses a request may see."""
+    """The routes. `answer` answers a request in a dialect, `count` counts the tokens of a request's prompt.
+
+    `owner_of` says whose responses a request may see.
+    """
 
     async def create(http: Request) -> Response:
         return await answer(http, partial(parse, store=store, owner=owner_of(http)))
@@ -32,6 +41,17 @@ def router(
         if http.query_params.get("stream", "false") != "false":
             raise BadRequest("stream: the events of a stored response are not kept", param="stream")
         return JSONResponse(store.response(owner_of(http), http.path_params["response_id"]))
+
+    async def input_tokens(http: Request) -> Response:
+        tokens = await count(http, partial(parse_input_tokens, store=store, owner=owner_of(http)))
+        return JSONResponse({"object": "response.input_tokens", "input_tokens": tokens})
+
+    async def cancel(http: Request) -> Response:
+        store.response(owner_of(http), http.path_params["response_id"])
+        raise BadRequest(
+            "Cannot cancel a synchronous response: this server has no background responses. "
+            "To stop a running one, close its connection."
+        )
 
     async def delete(http: Request) -> Response:
         name = http.path_params["response_id"]
@@ -46,6 +66,11 @@ def router(
     known: dict[str, Any] = {"errors": [404], "path": ["response_id"]}
     made = documented("Response", ResponsesBody, ResponseAnswer, stream=True, errors=(404, 503))
     routes.add_api_route("/v1/responses", create, methods=["POST"], **made)
+    counted = documented("Tokens of a response's input", InputTokensBody, InputTokensAnswer, errors=(404, 503))
+    routes.add_api_route("/v1/responses/input_tokens", input_tokens, methods=["POST"], **counted)
+    cancelled = documented("Cancel a background response", **known)
+    cancelled["responses"][200] = {"model": ResponseAnswer, "description": "Never: there are no background responses."}
+    routes.add_api_route(f"{one}/cancel", cancel, methods=["POST"], **cancelled)
     got = documented("A stored response", answer=ResponseAnswer, **known)
     gone = documented("Delete a stored response", answer=DeletedAnswer, **known)
     inputs = documented("What a stored response is the answer to", answer=ItemsAnswer, **known)
