@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
+from omlx.access.keys import admin_credential
 from omlx.errors import NotFound, OmlxError, SettingError
 from omlx.settings import Settings, reachable
 from omlx.sizes import format_size, parse_duration, quoted
@@ -241,8 +242,8 @@ class _Server:
         self._timeout_s = timeout_s
         self._url = (url or f"http://{reachable(settings.host)}:{settings.port}").rstrip("/")
         self._locked = locked
-        key = settings.admin_key
-        self._headers = {"authorization": f"Bearer {key.get_secret_value()}"} if key else {}
+        key = admin_credential(settings)
+        self._headers = {} if key is None else {"authorization": f"Bearer {key}"}
 
     def clear(self, root: Path, wanted: dict[str, Any]) -> dict[str, Any]:
         """The server's answer: blocks and bytes deleted.
@@ -281,11 +282,16 @@ class _Server:
         except ValueError:
             raise self._cannot(f"what answers at {self._url} is no omlx server") from None
         if answer.status_code != 200:
-            raise self._cannot(f"{self._url} answers {answer.status_code}: {_message(answer)}")
+            hint = _NEEDS_KEY if answer.status_code in (401, 403) else None
+            raise self._cannot(f"{self._url} answers {answer.status_code}: {_message(answer)}", hint)
         return found
 
-    def _cannot(self, why: str) -> OmlxError:
-        return OmlxError(f"{self._locked}, and {why}; give that server's address with --url, or stop it first")
+    def _cannot(self, why: str, hint: str | None = None) -> OmlxError:
+        return OmlxError(f"{self._locked}, and {why}; {hint or _NEEDS_URL}, or stop it first")
+
+
+_NEEDS_URL = "give that server's address with --url"
+_NEEDS_KEY = "give the server's --admin-key, or its --api-keys-file with a key marked admin"
 
 
 def _message(answer: httpx.Response) -> str:

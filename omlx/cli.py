@@ -222,14 +222,14 @@ def _cache_command(name: str, target: str, text: str, *more: inspect.Parameter, 
 
 _cache_command(
     "stats", "stats", "Show blocks, tokens and bytes of each model; those in RAM too if a server works on the folder.",
-    _URL, fields=("paged_ssd_cache_max_size", "host", "port", "admin_key"),
+    _URL, fields=("paged_ssd_cache_max_size", "host", "port", "admin_key", "api_keys_file"),
 )  # fmt: skip
 _cache_command("list", "list_blocks", "List the blocks, the last used first.", _LIMIT)
 _cache_command("verify", "verify", "Compare index and files, check every checksum; exit 1 and a line for each problem.")
 _cache_command(
     "clear", "clear", "Delete blocks. If a server works on the folder, it is asked to do it.",
     _URL, _OLDER, _CONVERSATION,
-    fields=("host", "port", "admin_key"),
+    fields=("host", "port", "admin_key", "api_keys_file"),
 )  # fmt: skip
 
 

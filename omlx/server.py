@@ -21,10 +21,10 @@ from starlette.requests import ClientDisconnect
 
 from omlx import __version__, worker
 from omlx.access.body_budget import BodyBudget
-from omlx.access.checks import AdminCheck, KeyCheck, PageCheck, api_key_of
+from omlx.access.checks import AdminCheck, KeyCheck, PageCheck, api_key_of, is_loopback
 from omlx.access.cross_origin import CrossOrigin
 from omlx.access.keys import KeyRing
-from omlx.access.limits import KEEP_ALIVE_S, MAX_HEAD_BYTES, HeadLimit, PatientProtocol, read_body
+from omlx.access.limits import KEEP_ALIVE_S, MAX_HEAD_BYTES, HeadCheck, PatientProtocol, read_body
 from omlx.access.request_id import RequestId, add_request_id
 from omlx.admin import routes as admin
 from omlx.api import anthropic, embeddings, openai, sse, tokens
@@ -104,14 +104,16 @@ def _add_checks(app: FastAPI, settings: Settings, keys: KeyRing) -> None:
     origins = settings.cors_origin or ()
     app.add_middleware(PanicCheck)
     app.add_middleware(BodyBudget)
-    app.add_middleware(AdminCheck, key=settings.admin_key.get_secret_value() if settings.admin_key else None)
+    app.add_middleware(
+        AdminCheck, key=settings.admin_key.get_secret_value() if settings.admin_key else None, keys=keys
+    )
     if keys:
         app.add_middleware(KeyCheck, keys=keys)
     else:
         app.add_middleware(PageCheck, origins=origins, host=settings.host)
     if origins:  # before the keys: a preflight has none
         app.add_middleware(CrossOrigin, origins=origins)
-    app.add_middleware(HeadLimit)
+    app.add_middleware(HeadCheck)
     app.add_middleware(RequestId)
 
 
@@ -330,7 +332,8 @@ def _make_pool(settings: Settings) -> admin.AdminPool:
 def run(pool: admin.AdminPool, settings: Settings, listener: socket.socket) -> int:
     """Serves `pool` on a bound socket, until a signal; returns the exit status."""
     app = create_app(pool, settings)
-    port = listener.getsockname()[1]
+    address, port = listener.getsockname()[:2]
+    warn_if_open(settings, address)
     config = http_config(app)
     try:
         server = Server(config, app, lambda: _announce(pool, settings, port))
@@ -361,6 +364,24 @@ def http_config(app: FastAPI, **more: Any) -> uvicorn.Config:
         timeout_graceful_shutdown=int(FINISH_S + ABORT_S),
         **more,
     )
+
+
+def warn_if_open(settings: Settings, address: str) -> None:
+    """Logs whether other machines may use the server without a key; `address` is the one that it listens on."""
+    if settings.asks_for_key or is_loopback(address):
+        return
+    if settings.allow_unauthenticated:
+        logger.info("no API key: everyone who can reach %s may use this server (--allow-unauthenticated)", address)
+        return
+    for line in _OPEN_TO_ALL:
+        logger.warning(line, address)
+
+
+_OPEN_TO_ALL = (
+    "********** NO API KEY: everyone who can reach %s may use this server **********",
+    "They can use all its models and read and delete stored responses. Set --api-key or --api-keys-file, listen on "
+    "127.0.0.1 only, or confirm with --allow-unauthenticated. (listening on %s)",
+)
 
 
 def bind(host: str, port: int) -> socket.socket:

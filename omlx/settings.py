@@ -204,8 +204,8 @@ class Settings(BaseModel):
     api_keys_file: Path | None = _option(
         None,
         "FILE",
-        "More API keys, a line for each: NAME: KEY, and behind it, if wanted, requests=N and cache_salt=auto or none. "
-        "Read again when it changes.",
+        "More API keys, one per line: NAME: KEY, optionally followed by admin (it also opens /admin), requests=N and "
+        "cache_salt=auto or none. Read again when it changes.",
     )
     max_requests_per_key: int = _option(
         0, "N", "Requests of one API key at the same time; more get a 429. 0 sets no limit.", ge=0
@@ -218,7 +218,8 @@ class Settings(BaseModel):
     admin_key: SecretStr | None = _option(
         None,
         "KEY",
-        "Key that the routes under /admin ask for, another than the API key. Without it they answer this machine only.",
+        "Key for the routes under /admin, different from every API key. Without it, and with API keys, they need a key "
+        "that its file marks admin; without any keys they are limited to localhost.",
     )
     allow_remote_images: bool = _option(
         False,
@@ -227,6 +228,11 @@ class Settings(BaseModel):
     )
     allow_local_images: Path | None = _option(
         None, "DIR", "Folder from which requests may name images by path or file: URL; none without it."
+    )
+    allow_unauthenticated: bool = _option(
+        False,
+        "",
+        "Confirms that everyone who can reach --host may use the server without an API key: no warning at start.",
     )
     cors_origin: tuple[str, ...] | None = _option(
         None,

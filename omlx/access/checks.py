@@ -76,31 +76,48 @@ def _too_many(key: ApiKey) -> Fault:
 
 
 class AdminCheck:
-    """Lets through to paths under /admin who has the admin key; if there is none, programs on this machine.
+    """Guards the paths under /admin.
 
-    Those show an address of this machine, ask for one, and send nothing that only a proxy or a web page does: a page
-    in a browser here could otherwise empty the cache.
+    With an admin key or API keys, a request must send the admin key or an API key marked `admin`; without either of
+    those the routes are off. Nothing else tells a program on this machine from a client of a proxy on this machine:
+    most proxies connect from loopback and some add no header.
+
+    Without any keys, only programs on this machine are let through: the peer and the requested host are loopback, and
+    the request has no header that only a proxy or a web page adds. A proxy that adds none gives its clients these
+    routes as well as all others.
     """
 
-    def __init__(self, app: ASGIApp, key: str | None) -> None:
+    def __init__(self, app: ASGIApp, key: str | None, keys: KeyRing) -> None:
         self._app = app
         self._digest = None if key is None else hashlib.sha256(key.encode()).digest()
+        self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan" or not is_admin(scope["path"]):
             await self._app(scope, receive, send)
-        elif self._digest is None and not _is_local(scope):
-            fault = Fault(403, "these routes answer programs on this machine only; --admin-key opens them to others")
-            await refuse(scope["path"], fault)(scope, receive, send)
-        elif self._digest is not None and not self._is_key(_key_given(scope), self._digest):
-            fault = Fault(401, "the admin key is missing or wrong", code="invalid_admin_key")
-            await refuse(scope["path"], fault, _BEARER)(scope, receive, send)
+        elif fault := self._fault(scope):
+            await refuse(scope["path"], fault, _BEARER if fault.status == 401 else None)(scope, receive, send)
         else:
             await self._app(scope, receive, send)
 
-    @staticmethod
-    def _is_key(given: bytes, digest: bytes) -> bool:
-        return hmac.compare_digest(hashlib.sha256(given).digest(), digest)
+    def _fault(self, scope: Scope) -> Fault | None:
+        if self._digest is None and not self._keys:
+            return None if _is_local(scope) else _ADMIN_IS_LOCAL
+        if self._digest is None and not self._keys.has_admin:
+            return _ADMIN_IS_OFF
+        return None if self._opens(_key_given(scope)) else _NO_ADMIN_KEY
+
+    def _opens(self, given: bytes) -> bool:
+        is_admin_key = self._digest is not None and hmac.compare_digest(hashlib.sha256(given).digest(), self._digest)
+        key = self._keys.find(given)
+        return is_admin_key or (key is not None and key.is_admin)
+
+
+_ADMIN_IS_LOCAL = Fault(403, "admin routes are limited to localhost; set --admin-key to allow remote access")
+_ADMIN_IS_OFF = Fault(
+    403, "admin routes are off: set --admin-key, or mark a key in the file of --api-keys-file with admin"
+)
+_NO_ADMIN_KEY = Fault(401, "the admin key is missing or wrong", code="invalid_admin_key")
 
 
 class PageCheck:
@@ -129,7 +146,7 @@ class PageCheck:
         if origin is not None and origin.decode("latin-1") not in self._origins:
             return Fault(403, "this web page may not use the server; --cors-origin lists pages that may", code="origin")
         host = _host_name(headers.get(b"host", b"").decode("latin-1"))
-        if _is_loopback(client[0]) and not (_is_this_machine(host) or host in self._hosts):
+        if is_loopback(client[0]) and not (_is_this_machine(host) or host in self._hosts):
             return Fault(403, "this server does not have the name that was asked for; an API key opens it", code="host")
         return None
 
@@ -147,11 +164,11 @@ def _is_local(scope: Scope) -> bool:
     address = scope.get("client") or ("", 0)
     asked_for = _host_name(headers.get(b"host", b"").decode("latin-1"))
     plain = not any(name in headers for name in _FROM_ELSEWHERE)
-    return plain and _is_loopback(address[0]) and _is_this_machine(asked_for)
+    return plain and is_loopback(address[0]) and _is_this_machine(asked_for)
 
 
 def _is_this_machine(host: str) -> bool:
-    return host == "localhost" or _is_loopback(host)
+    return host == "localhost" or is_loopback(host)
 
 
 def _host_name(host: str) -> str:
@@ -162,7 +179,8 @@ def _host_name(host: str) -> str:
         return ""
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether a host is an address of this machine alone."""
     try:
         address = ipaddress.ip_address(host.removeprefix("::ffff:"))  # IPv4 on a socket of IPv6
     except ValueError:

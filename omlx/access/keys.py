@@ -1,7 +1,7 @@
 """The API keys of a server: from the options and from a file, each with a name, a cache salt and a share of its own.
 
-A line of the file is `NAME: KEY`, or a key alone, and may go on with `requests=N` and `cache_salt=auto` (or `none`);
-`#` begins a comment. What is wrong with a line is told by its number: nothing that may be a key is ever shown.
+A line of the file is `NAME: KEY`, or a key alone, optionally followed by `admin`, `requests=N` and `cache_salt=auto`
+(or `none`); `#` begins a comment. Errors name a line by its number: nothing that may be a key is ever shown.
 """
 
 import hashlib
@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from omlx.errors import SettingError
 from omlx.settings import Settings
@@ -27,7 +28,7 @@ _SALT_PURPOSE = b"omlx cache salt"
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """One key. `max_requests` may be at work at once (0: as many as the server takes).
+    """One key. `max_requests` may run at once (0: no limit). `is_admin`: it also opens the admin routes.
 
     The key itself is not kept: `digest` is its SHA-256, `salt_secret` made of it where it has a cache salt of its own.
     """
@@ -36,6 +37,7 @@ class ApiKey:
     digest: bytes = field(repr=False)
     max_requests: int = 0
     salt_secret: bytes | None = field(default=None, repr=False)
+    is_admin: bool = False
 
     def cache_salt(self, asked: str = "") -> str:
         """What separates this key's cache: the client's `asked` salt, within the key's own if it has one.
@@ -78,6 +80,12 @@ class KeyRing:
                 found = key
         return found
 
+    @property
+    def has_admin(self) -> bool:
+        """Whether one of the keys opens the admin routes."""
+        self._look()
+        return any(key.is_admin for key in self._keys)
+
     def named(self, name: str) -> ApiKey | None:
         self._look()
         return next((key for key in self._keys if key.name == name), None)
@@ -102,15 +110,37 @@ class KeyRing:
 def read_keys(settings: Settings) -> tuple[ApiKey, ...]:
     """All keys of options and file. Raises SettingError, one line without any key in it."""
     keys = [
-        _key(text, f"key{number}", settings.max_requests_per_key, settings.api_key_cache_salt, f"API key {number}")
+        _key(f"API key {number}", _Line(f"key{number}", text), settings)
         for number, text in enumerate(settings.api_keys, 1)
     ]
     if settings.api_keys_file is not None:
-        keys += _read_file(settings.api_keys_file, settings)
+        keys += [_key(place, line, settings) for place, line in _read_file(settings.api_keys_file)]
         if not keys:
             raise SettingError(f"{settings.api_keys_file} holds no key")
     _check(keys, settings)
     return tuple(keys)
+
+
+def admin_credential(settings: Settings) -> str | None:
+    """A key that opens the admin routes of a server with these settings, for `omlx cache`; None if there is none.
+
+    Raises SettingError.
+    """
+    if settings.admin_key is not None:
+        return settings.admin_key.get_secret_value()
+    lines = () if settings.api_keys_file is None else _read_file(settings.api_keys_file)
+    return next((line.key for _, line in lines if line.is_admin), None)
+
+
+class _Line(NamedTuple):
+    """A key as written, and what it says of itself; None: the option for all keys applies."""
+
+    name: str
+    key: str
+    max_requests: int | None = None
+    salt: str | None = None
+    is_admin: bool = False
+
 
 
 def _check(keys: list[ApiKey], settings: Settings) -> None:
@@ -124,7 +154,8 @@ def _check(keys: list[ApiKey], settings: Settings) -> None:
             raise SettingError(f"the admin key must be another key than the API key {key.name!r}")
 
 
-def _read_file(path: Path, settings: Settings) -> Iterator[ApiKey]:
+def _read_file(path: Path) -> Iterator[tuple[str, _Line]]:
+    """Each line that holds a key, with its place for messages."""
     try:
         lines = path.read_text("utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -133,32 +164,37 @@ def _read_file(path: Path, settings: Settings) -> Iterator[ApiKey]:
     for number, line in enumerate(lines, 1):
         words = re.sub(r"(^|\s)#.*", "", line).split()
         if words:
-            yield _parse_line(words, number, f"{path}, line {number}", settings)
+            place = f"{path}, line {number}"
+            yield place, _parse_line(words, number, place)
 
 
-def _parse_line(words: list[str], number: int, place: str, settings: Settings) -> ApiKey:
+def _parse_line(words: list[str], number: int, place: str) -> _Line:
     name = words.pop(0)[:-1] if words[0].endswith(":") else f"line{number}"
     if not re.fullmatch(r"[\w.@+-]{1,64}", name, re.ASCII):
         raise SettingError(f"{place}: a name has up to 64 letters, digits and . @ + - _")
     if not words:
         raise SettingError(f"{place}: there is no key behind the name")
-    key, requests, salt = words[0], settings.max_requests_per_key, str(settings.api_key_cache_salt)
+    line = _Line(name, words[0])
     for word in words[1:]:
         option, _, value = word.partition("=")
-        if option == "requests" and re.fullmatch("[0-9]{1,6}", value, re.ASCII):
-            requests = int(value)
+        if word == "admin":
+            line = line._replace(is_admin=True)
+        elif option == "requests" and re.fullmatch("[0-9]{1,6}", value, re.ASCII):
+            line = line._replace(max_requests=int(value))
         elif option == "cache_salt" and value in ("auto", "none"):
-            salt = value
+            line = line._replace(salt=value)
         else:  # not shown: it may be a part of a key
-            raise SettingError(f"{place}: behind a key there may be requests=N and cache_salt=auto or none")
-    return _key(key, name, requests, salt, place)
+            raise SettingError(f"{place}: only admin, requests=N and cache_salt=auto or none may follow a key")
+    return line
 
 
-def _key(text: str, name: str, max_requests: int, salt: str, place: str) -> ApiKey:
-    if not text.isascii() or not text.isprintable():
+def _key(place: str, line: _Line, settings: Settings) -> ApiKey:
+    if not line.key.isascii() or not line.key.isprintable():
         raise SettingError(f"{place}: a key must be ASCII without spaces")
-    secret = hmac.digest(text.encode(), _SALT_PURPOSE, "sha256") if salt == "auto" else None
-    return ApiKey(name, _digest(text), max_requests, secret)
+    requests = settings.max_requests_per_key if line.max_requests is None else line.max_requests
+    own = (line.salt or settings.api_key_cache_salt) == "auto"
+    secret = hmac.digest(line.key.encode(), _SALT_PURPOSE, "sha256") if own else None
+    return ApiKey(line.name, _digest(line.key), requests, secret, line.is_admin)
 
 
 def _digest(text: str) -> bytes:

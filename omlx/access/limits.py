@@ -1,6 +1,6 @@
 """How large a request may be and how long it may take to arrive.
 
-The head is bounded by h11 while it comes in (16 KB would be its own limit) and counted by `HeadLimit` when it is there,
+The head is bounded by h11 while it comes in (16 KB would be its own limit) and counted by `HeadCheck` when it is there,
 since h11 lets a larger one pass that came in one piece. The body is bounded where it is read.
 """
 
@@ -90,17 +90,26 @@ async def _read(http: Request, limit: int) -> bytearray:
     raise HTTPException(413, f"the body is larger than {format_size(limit)} (--max-request-size)")
 
 
-class HeadLimit:
-    """Refuses requests whose path and headers are too large."""
+class HeadCheck:
+    """Refuses requests whose path and headers are too large, or whose headers disagree about where the body ends.
+
+    A proxy in front and this server could each believe another header, and what one takes for a body the other would
+    take for the next request (request smuggling). The connection is closed, so nothing after such a head is read.
+    Differing values of Content-Length, and transfer codings other than chunked, are refused by h11.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan" or not _is_too_large(scope):
+        if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
-            return
-        await refuse(scope["path"][:200], _HEAD_TOO_LARGE)(scope, receive, send)
+        elif _is_too_large(scope):
+            await refuse(scope["path"][:200], _HEAD_TOO_LARGE)(scope, receive, send)
+        elif _is_ambiguous(scope):
+            await refuse(scope["path"], _AMBIGUOUS_LENGTH, {"connection": "close"})(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
 
 
 def _is_too_large(scope: Scope) -> bool:
@@ -109,6 +118,15 @@ def _is_too_large(scope: Scope) -> bool:
     return len(headers) > MAX_HEADERS or size + sum(len(name) + len(value) for name, value in headers) > MAX_HEAD_BYTES
 
 
+def _is_ambiguous(scope: Scope) -> bool:
+    names = {name for name, _ in scope["headers"]}
+    # Before HTTP/1.1 there are no transfer codings: a proxy that follows that standard passes them on unread.
+    return b"transfer-encoding" in names and (b"content-length" in names or scope["http_version"] == "1.0")
+
+
+_AMBIGUOUS_LENGTH = Fault(
+    400, "the length of the body is ambiguous: send Content-Length or Transfer-Encoding, not both", code="invalid_http"
+)
 _HEAD_TOO_LARGE = Fault(
     431, f"path and headers are more than {format_size(MAX_HEAD_BYTES)} or {MAX_HEADERS} headers", code="head_too_large"
 )

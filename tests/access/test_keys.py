@@ -13,7 +13,7 @@ import pytest
 from fastapi import FastAPI
 
 from omlx.access import keys as keys_module
-from omlx.access.keys import KeyRing, read_keys
+from omlx.access.keys import KeyRing, admin_credential, read_keys
 from omlx.cli import main
 from omlx.errors import SettingError
 from omlx.server import create_app
@@ -76,13 +76,14 @@ def test_a_key_in_the_address_is_no_key(tmp_path: Path, file: Path) -> None:
     ("line", "said"),
     [
         ("s3cret: ", "line 1: there is no key"),
-        ("a b: s3cret", "line 1: behind a key"),
+        ("a b: s3cret", "line 1: only admin"),
         ("na/me: s3cret", "line 1: a name has"),
         (f"{'x' * 65}: s3cret", "line 1: a name has"),
-        ("a: s3cret requests=-1", "line 1: behind a key"),
-        ("a: s3cret requests=٣", "line 1: behind a key"),
-        ("a: s3cret cache_salt=mine", "line 1: behind a key"),
-        ("a: one s3cret", "line 1: behind a key"),
+        ("a: s3cret requests=-1", "line 1: only admin"),
+        ("a: s3cret requests=٣", "line 1: only admin"),
+        ("a: s3cret cache_salt=mine", "line 1: only admin"),
+        ("a: one s3cret", "line 1: only admin"),
+        ("a: s3cret admin=yes", "line 1: only admin"),
         ("a: s3crét", "line 1: a key must be ASCII"),
         ("a: s3cret\na: other", "two API keys have the name 'a'"),
         ("a: s3cret\nb: s3cret", "the API keys 'a' and 'b' are the same"),
@@ -165,6 +166,53 @@ def test_every_key_is_compared_whichever_was_given(tmp_path: Path, file: Path, m
         compared.clear()
         ring.find(given)
         assert len(compared) == 4 and {len(digest) for digest in compared} == {32}
+
+
+# ---- keys for operators
+
+
+def admin_answer(app: FastAPI, key: str = "", **headers: str) -> tuple[int, str]:
+    given = bearer(key) if key else {}
+    answer = call(app, "GET", "/admin/cache_probe", headers=given | {"host": "127.0.0.1"} | headers)
+    return answer.status_code, answer.text
+
+
+def test_with_api_keys_a_loopback_peer_is_no_operator(tmp_path: Path, file: Path) -> None:
+    """A proxy on this machine looks like that, also one that adds no header, as nginx does by default."""
+    for options in ({"api_key": "s3cret"}, {"api_keys_file": file}):
+        app = create_app(Figures(), Settings(home=tmp_path, **options))
+        for key in ("", "s3cret", "sk-alice-1", "admin"):
+            status, text = admin_answer(app, key)
+            assert status == 403 and "--admin-key" in text and "--api-keys-file with admin" in text
+
+
+@pytest.mark.usefixtures("looks_at_once")
+def test_a_key_marked_admin_opens_admin_routes_and_the_others_do_not(tmp_path: Path, file: Path) -> None:
+    file.write_text("alice: sk-alice\nroot: sk-root requests=3 admin cache_salt=auto\n")
+    app = create_app(Figures(), Settings(home=tmp_path, api_key="one", api_keys_file=file))
+    assert admin_answer(app, "sk-root")[0] == models(app, headers=bearer("sk-root")) == 200
+    assert call(app, "GET", "/admin/cache_probe", headers={"x-api-key": "sk-root"}).status_code == 200
+    for key in ("", "one", "sk-alice", "admin", "sk-root admin"):
+        status, text = admin_answer(app, key)
+        assert status == 401 and "invalid_admin_key" in text
+    replace_file(file, "alice: sk-alice admin\nroot: sk-root")  # counts from the next request on
+    assert admin_answer(app, "sk-alice")[0] == 200 and admin_answer(app, "sk-root")[0] == 401
+    replace_file(file, "alice: sk-alice")
+    assert admin_answer(app, "sk-alice")[0] == 403
+
+
+def test_the_admin_key_and_a_key_marked_admin_open_side_by_side(tmp_path: Path, file: Path) -> None:
+    file.write_text("alice: sk-alice\nroot: sk-root admin")
+    app = create_app(Figures(), Settings(home=tmp_path, api_keys_file=file, admin_key="0perator"))
+    assert [admin_answer(app, key)[0] for key in ("0perator", "sk-root", "sk-alice", "")] == [200, 200, 401, 401]
+
+
+def test_the_command_line_finds_a_key_for_the_admin_routes(tmp_path: Path, file: Path) -> None:
+    assert admin_credential(Settings(home=tmp_path, api_key="one")) is None
+    assert admin_credential(Settings(home=tmp_path, api_keys_file=file)) is None
+    file.write_text("alice: sk-alice\nroot: sk-root admin")
+    assert admin_credential(Settings(home=tmp_path, api_keys_file=file)) == "sk-root"
+    assert admin_credential(Settings(home=tmp_path, api_keys_file=file, admin_key="0perator")) == "0perator"
 
 
 # ---- nowhere to be seen

@@ -168,6 +168,39 @@ def test_what_is_no_http_is_a_400_of_our_shape(address: tuple[str, int], garbage
     assert (status, error["code"], error["type"]) == (400, "invalid_http", "invalid_request_error")
 
 
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        b"Content-Length: 2\r\nTransfer-Encoding: chunked\r\n",
+        b"Transfer-Encoding: chunked\r\nContent-Length: 0\r\n",
+        b"transfer-encoding: Chunked\r\ncontent-length: 2\r\n",
+        b"Content-Length: 2\r\nContent-Length: 3\r\n",
+        b"Content-Length: 2, 3\r\n",
+        b"Content-Length: +2\r\n",
+        b"Transfer-Encoding: xchunked\r\nContent-Length: 2\r\n",
+        b"Transfer-Encoding: chunked\r\nTransfer-Encoding: chunked\r\n",
+        b"Transfer-Encoding : chunked\r\n",
+    ],
+)
+def test_a_body_of_ambiguous_length_is_refused_and_nothing_after_it_is_read(
+    address: tuple[str, int], lengths: bytes
+) -> None:
+    smuggled = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    status, error, _ = exchange(address, HEAD + lengths + b"\r\n0\r\n\r\n" + smuggled)  # one answer, then the end
+    assert (status, error["code"]) == (400, "invalid_http")
+
+
+def test_chunks_are_refused_before_http_1_1(address: tuple[str, int]) -> None:
+    head = b"POST /v1/completions HTTP/1.0\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+    assert exchange(address, head + b"0\r\n\r\n")[0] == 400
+
+
+def test_equal_lengths_are_one_length(address: tuple[str, int]) -> None:
+    with socket.create_connection(address, timeout=10) as client:
+        client.sendall(HEAD + b"Content-Length: 2\r\nContent-Length: 2\r\n\r\n{}")
+        assert b"model" in first_answer(client)[1]  # read as an empty object, which names no model
+
+
 def test_garbage_behind_a_request_ends_the_connection_only(address: tuple[str, int]) -> None:
     with socket.create_connection(address, timeout=10) as client:
         client.sendall(HEAD + b"Content-Length: 2\r\n\r\n{}" + b"\0\0\r\n\r\n")

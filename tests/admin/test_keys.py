@@ -11,7 +11,8 @@ PROMPT = {"prompt": TEXT}
 async def test_keys_with_salts_of_their_own_share_nothing(tiny_model_dir: Path, tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("alice: sk-alice\nbob: sk-bob\ncarol: sk-carol cache_salt=none\ndave: sk-dave cache_salt=none")
-    async with serving(tmp_path, tiny_model_dir, api_keys_file=file, api_key_cache_salt="auto") as bench:
+    keys = {"api_keys_file": file, "api_key_cache_salt": "auto", "admin_key": "op"}
+    async with serving(tmp_path, tiny_model_dir, **keys) as bench:
 
         async def cached(key: str, salt: str | None = None) -> int:
             body = {"model": "tiny", "prompt": TEXT, "max_tokens": 2, "temperature": 0, "cache_salt": salt}
@@ -36,12 +37,14 @@ async def test_keys_with_salts_of_their_own_share_nothing(tiny_model_dir: Path, 
 
 
 async def test_a_key_that_is_not_there_is_named_by_its_field(tiny_model_dir: Path, tmp_path: Path) -> None:
-    async with serving(tmp_path, tiny_model_dir, api_key="s3cret") as bench:
+    async with serving(tmp_path, tiny_model_dir, api_key="s3cret", admin_key="op") as bench:
         for path in (PROBE, CLEAR):
             for name in ("nobody", 5, ["key1"], ""):
-                answer = await bench.call("POST", path, json={"model": "tiny", "api_key_name": name} | PROMPT)
+                body = {"model": "tiny", "api_key_name": name} | PROMPT
+                answer = await bench.call("POST", path, json=body, headers=bench.operator)
                 assert (answer.status_code, answer.json()["error"]["param"]) == (400, "api_key_name")
-        answer = await bench.call("POST", CLEAR, json={"model": "tiny", "api_key_name": "key1"})
+        body = {"model": "tiny", "api_key_name": "key1"}
+        answer = await bench.call("POST", CLEAR, json=body, headers=bench.operator)
         assert answer.status_code == 400  # not all of the model's blocks
 
 

@@ -30,6 +30,8 @@ class Bench:
     def __init__(self, pool: Any, settings: Settings) -> None:
         self.pool = pool
         self.app = create_app(pool, settings)
+        key = settings.admin_key
+        self.operator = {"authorization": f"Bearer {key.get_secret_value()}"} if key else {}
 
     async def call(self, method: str, path: str, *, peer: str = "127.0.0.1", **options: Any) -> httpx.Response:
         transport = httpx.ASGITransport(self.app, client=(peer, 50_000), raise_app_exceptions=False)
@@ -37,12 +39,12 @@ class Bench:
             return await client.request(method, path, **options)
 
     async def get(self, path: str = PROBE) -> dict[str, Any]:
-        answer = await self.call("GET", path)
+        answer = await self.call("GET", path, headers=self.operator)
         assert answer.status_code == 200, answer.text
         return answer.json()
 
     async def post(self, path: str = PROBE, **body: Any) -> dict[str, Any]:
-        answer = await self.call("POST", path, json={"model": "tiny"} | body)
+        answer = await self.call("POST", path, json={"model": "tiny"} | body, headers=self.operator)
         assert answer.status_code == 200, answer.text
         return answer.json()
 
@@ -75,7 +77,7 @@ def cached(tmp_path):
 
 
 async def test_figures_of_models_and_in_total_and_the_settings_in_force(tiny_model_dir, tmp_path, cached):
-    async with serving(tmp_path, tiny_model_dir, admin_key=None, api_key="s3cret", **cached) as bench:
+    async with serving(tmp_path, tiny_model_dir, admin_key="0p-s3cret", api_key="s3cret", **cached) as bench:
         engine = await bench.pool.get("tiny")
         await _run(engine, 50)
         await _run(engine, 50)
@@ -286,16 +288,16 @@ async def test_without_an_admin_key_nobody_but_programs_on_this_machine(tmp_path
     for options in ({}, {"api_key": "s3cret"}):
         bench = fake(tmp_path, **options)
         for method, path in ROUTES:
-            assert (await bench.call(method, path, peer=peer, headers=headers)).status_code == 403
+            answer = await bench.call(method, path, peer=peer, headers=headers)
+            assert answer.status_code == 403 and "--admin-key" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("peer", ["127.0.0.1", "127.8.8.8", "::1", "::ffff:127.0.0.1"])
 @pytest.mark.parametrize("host", ["127.0.0.1:8000", "localhost:8000", "[::1]:8000", "localhost"])
-async def test_programs_on_this_machine_need_no_key(tmp_path, peer, host):
-    for options in ({}, {"api_key": "s3cret"}):
-        bench = fake(tmp_path, **options)
-        assert (await bench.call("GET", PROBE, peer=peer, headers={"host": host})).status_code == 200
-        assert (await bench.call("GET", "/admin/nothing", peer=peer, headers={"host": host})).status_code == 404
+async def test_programs_on_this_machine_need_no_key_where_there_are_none(tmp_path, peer, host):
+    bench = fake(tmp_path)
+    assert (await bench.call("GET", PROBE, peer=peer, headers={"host": host})).status_code == 200
+    assert (await bench.call("GET", "/admin/nothing", peer=peer, headers={"host": host})).status_code == 404
 
 
 async def test_with_an_admin_key_it_alone_opens_and_opens_nothing_else(tmp_path):

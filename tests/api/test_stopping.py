@@ -2,6 +2,7 @@
 
 import errno
 import json
+import logging
 import os
 import signal
 import socket
@@ -13,7 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from omlx.server import bind, serve
+from omlx.server import bind, serve, warn_if_open
 from omlx.settings import Settings
 from tests.api.serving import CHAT
 
@@ -132,3 +133,26 @@ def test_clients_are_refused_until_the_server_is_ready():
 def test_names_and_addresses_can_be_listened_on(host):
     with bind(host, 0) as listener:
         assert listener.getsockname()[1] > 0
+
+
+# ---- reachable from elsewhere without a key
+
+
+@pytest.mark.parametrize(
+    ("host", "options", "levels"),
+    [
+        ("127.0.0.1", {}, []),
+        ("localhost", {}, []),
+        ("0.0.0.0", {}, ["WARNING", "WARNING"]),
+        ("0.0.0.0", {"allow_unauthenticated": True}, ["INFO"]),
+        ("0.0.0.0", {"api_key": "s3cret"}, []),
+        ("0.0.0.0", {"admin_key": "s3cret"}, ["WARNING", "WARNING"]),  # an admin key guards the admin routes alone
+    ],
+)
+def test_a_server_that_others_reach_without_a_key_says_so_loudly(tmp_path, caplog, host, options, levels):
+    caplog.set_level(logging.INFO, "omlx")
+    with bind(host, 0) as listener:
+        warn_if_open(Settings(home=tmp_path, **options), listener.getsockname()[0])
+    assert [record.levelname for record in caplog.records] == levels
+    assert all("0.0.0.0" in record.getMessage() for record in caplog.records)
+    assert ("--allow-unauthenticated" in caplog.text) == bool(levels)
