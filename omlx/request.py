@@ -8,6 +8,9 @@ from typing import Literal, NamedTuple, Protocol, Self
 
 FinishReason = Literal["stop", "length", "abort"]
 
+GREEDY_BELOW = 1e-4
+"""A lower temperature than this is 0: the best token wins anyway, and dividing by it would overflow."""
+
 
 @dataclass(frozen=True, slots=True)
 class GrammarSpec:

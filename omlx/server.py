@@ -265,9 +265,7 @@ def _add_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(Exception, unexpected)
 
 
-_ENDS_NOW = (
-    b"omlx: interrupted again, ending now: running answers and cached blocks that have no file yet are lost\n"
-)
+_ENDS_NOW = b"omlx: interrupted again, ending now: running answers and cached blocks that have no file yet are lost\n"
 
 
 class Server(uvicorn.Server):
@@ -326,7 +324,14 @@ def _make_pool(settings: Settings) -> admin.AdminPool:
     from omlx.engine.pool import EnginePool as ModelPool  # noqa: PLC0415
 
     config, length = settings.scheduler_config(), settings.max_model_len
-    return ModelPool(config, settings.home, settings.model, settings.adapter_path, length)
+    return ModelPool(
+        config,
+        settings.home,
+        settings.model,
+        settings.adapter_path,
+        length,
+        sampling_defaults=settings.generation_config == "auto",
+    )
 
 
 def run(pool: admin.AdminPool, settings: Settings, listener: socket.socket) -> int:

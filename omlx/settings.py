@@ -45,6 +45,7 @@ Exact = Literal["auto", "on", "strict", "off"]
 WritePolicy = Literal["through", "back"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 KeyCacheSalt = Literal["none", "auto"]
+GenerationConfigUse = Literal["auto", "none"]
 
 MASK = "********"
 _SECRETS = ("api_key", "admin_key")
@@ -137,6 +138,12 @@ class Settings(BaseModel):
         "Context length of the models that write text, prompt and answer together, instead of what their files say.",
         ge=1,
         lt=1 << 31,
+    )
+    generation_config: GenerationConfigUse = _option(
+        "auto",
+        "|".join(("auto", "none")),
+        "auto: where a request does not set temperature, top_p, top_k, min_p or repetition_penalty, the model's "
+        "generation_config.json does. none: the API's defaults apply.",
     )
     host: str = _option("127.0.0.1", "HOST", "Address to listen on.")
     port: int = _option(8000, "PORT", "Port to listen on; 0 takes a free one.", ge=0, le=65535)
@@ -282,7 +289,9 @@ class Settings(BaseModel):
     def _origins(cls, value: Any) -> Any:
         return tuple(map(_origin, value.split(","))) if isinstance(value, str) else value
 
-    @field_validator("exact", "log_level", "cache_write_policy", "api_key_cache_salt", mode="before")
+    @field_validator(
+        "exact", "log_level", "cache_write_policy", "api_key_cache_salt", "generation_config", mode="before"
+    )
     @classmethod
     def _any_case(cls, value: Any) -> Any:
         return value.lower() if isinstance(value, str) else value

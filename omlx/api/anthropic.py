@@ -12,7 +12,7 @@ from pydantic_core import from_json
 
 from omlx.api.anthropic_body import NOT_SUPPORTED, CountBody, Format, MessagesBody, Tool
 from omlx.api.anthropic_prompt import conversation, told_id
-from omlx.api.chat import ChatPrompt, ChatRequest, OutputFormat, ToolChoice
+from omlx.api.chat import ChatPrompt, ChatRequest, OutputFormat, ToolChoice, unset_fields
 from omlx.api.events import (
     Answer,
     CallArguments,
@@ -33,10 +33,8 @@ from omlx.api.events import (
 from omlx.api.openai_body import validated
 from omlx.api.tool_prompt import canonical_tools
 from omlx.errors import BadRequest
-from omlx.request import SamplingParams, http_request_id
+from omlx.request import GREEDY_BELOW, SamplingParams, http_request_id
 
-# Below this the best token wins anyway, and dividing by it would overflow.
-_GREEDY_BELOW = 1e-4
 _NO_INPUT = {"type": "object", "properties": {}}
 _MODES: dict[str, Literal["auto", "none", "required", "named"]] = {
     "auto": "auto", "none": "none", "any": "required", "tool": "named",
@@ -72,6 +70,7 @@ def parse_messages(body: dict[str, Any]) -> tuple[ChatRequest, "MessagesDialect"
         sampling=_sampling(fields),
         stream=bool(fields.stream),
         use_cache=fields.cache is not False,
+        unset=unset_fields(fields),
     )
     return request, MessagesDialect(fields.model, fields.max_tokens)
 
@@ -101,7 +100,7 @@ def _sampling(fields: MessagesBody) -> SamplingParams:
         max_tokens=0
         if fields.max_tokens < 0
         else max(fields.max_tokens, 1),  # with 0 the prompt alone is wanted; see MessagesDialect
-        temperature=temperature if temperature >= _GREEDY_BELOW else 0.0,
+        temperature=temperature if temperature >= GREEDY_BELOW else 0.0,
         top_p=1.0 if fields.top_p is None else fields.top_p,
         top_k=max(fields.top_k or 0, 0),
         seed=fields.seed,

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -17,6 +17,7 @@ from omlx.engine.detokenize import TextEngine
 from omlx.errors import BadPicture, BadRequest, ModelError
 from omlx.model import chat_template
 from omlx.model.foreign import refusing
+from omlx.model.generation_config import SAMPLING_FIELDS
 from omlx.model.images import Picture
 from omlx.model.template_habits import STRICTEST, Adapted, TemplateHabits, adapted, habits_of
 from omlx.request import GrammarMatcher, GrammarSpec, PromptVision, Request, SamplingParams
@@ -67,6 +68,9 @@ class Engine(TextEngine, Protocol):
 
     @property
     def most_requests(self) -> int: ...
+
+    @property
+    def sampling_defaults(self) -> Mapping[str, Any]: ...
 
     @property
     def vision(self) -> "VisionPrompts | None": ...
@@ -184,6 +188,11 @@ class OutputFormat(NamedTuple):
     strict: bool = False
 
 
+def unset_fields(fields: object) -> frozenset[str]:
+    """Of the fields that models may have defaults for, those that a body leaves out or does not have."""
+    return frozenset(name for name in SAMPLING_FIELDS if getattr(fields, name, None) is None)
+
+
 @dataclass(frozen=True, slots=True)
 class ChatRequest:
     """What a client asks for, whatever dialect it spoke.
@@ -192,7 +201,7 @@ class ChatRequest:
     answered side by side. Each prompt gets `n` choices. `echo`: a choice begins with its prompt's text.
     `sampling.max_tokens` 0 means as many as fit; more than fit are as many as fit. `prompt_field` is the dialect's name
     of the prompt, `format_field` the one of what `output_format` comes from. `key_name` is the API key's, "" where
-    none is asked for.
+    none is asked for. `unset`: fields of `sampling` that the client left out, for which the model may have defaults.
     """
 
     model: str
@@ -209,6 +218,7 @@ class ChatRequest:
     output_format: OutputFormat | None = None
     format_field: str = "response_format"
     key_name: str = ""
+    unset: frozenset[str] = frozenset()
 
     def asked_by(self, key: Asker) -> "ChatRequest":
         """The same, as who came with this API key is answered: with its cache and under its name in the log."""
@@ -234,7 +244,8 @@ async def make_request(engine: Engine, asked: ChatRequest, request_id: str) -> R
     if not tokens:
         raise BadRequest("the prompt is empty", param=asked.prompt_field)
     _check_bias(engine, asked.sampling)
-    sampling = replace(asked.sampling, max_tokens=_fitting(engine, asked, len(tokens)))
+    defaults = {name: value for name, value in engine.sampling_defaults.items() if name in asked.unset}
+    sampling = replace(asked.sampling, max_tokens=_fitting(engine, asked, len(tokens)), **defaults)
     return Request(
         request_id,
         tokens,

@@ -9,7 +9,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
-from omlx.api.chat import ChatPrompt, ChatRequest, ImagePart
+from omlx.api.chat import ChatPrompt, ChatRequest, ImagePart, unset_fields
 from omlx.api.custom_tools import custom_input
 from omlx.api.events import (
     Answer,
@@ -34,12 +34,10 @@ from omlx.api.openai_body import ChatBody, CompletionBody, GenerationBody, Messa
 from omlx.api.openai_content import content_of, text_of
 from omlx.api.openai_tools import called, custom_names, output_format, template_args, tool_choice, tools, with_names
 from omlx.errors import BadRequest
-from omlx.request import SamplingParams, http_request_id
+from omlx.request import GREEDY_BELOW, SamplingParams, http_request_id
 
 # JSON has no infinity; OpenAI writes this for a token that cannot come.
 _LOWEST_LOGPROB = -9999.0
-# Below this the best token wins anyway, and dividing by it would overflow.
-_GREEDY_BELOW = 1e-4
 
 
 def parse_chat(body: dict[str, Any]) -> tuple[ChatRequest, "ChatDialect"]:
@@ -119,6 +117,7 @@ def _request(
         cache_salt=fields.cache_salt or "",
         prompt_field=prompt_field,
         n=fields.n or 1,
+        unset=unset_fields(fields),
     )
 
 
@@ -127,7 +126,7 @@ def sampling_of(fields: SamplingBody, max_tokens: int, top_logprobs: int | None)
     temperature = _default(fields.temperature, 1.0)
     return SamplingParams(
         max_tokens=max_tokens,
-        temperature=temperature if temperature >= _GREEDY_BELOW else 0.0,
+        temperature=temperature if temperature >= GREEDY_BELOW else 0.0,
         top_p=_default(fields.top_p, 1.0),
         top_k=max(fields.top_k or 0, 0),
         min_p=_default(fields.min_p, 0.0),

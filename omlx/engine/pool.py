@@ -84,7 +84,8 @@ class EnginePool:
 
     `model` (a name or a folder) serves that one alone, with `adapter` (a folder) if given, and loads it at
     start; None serves every model under `home`. `max_model_len` (tokens) goes before the context length that the
-    files of a model that writes text say.
+    files of a model that writes text say. `sampling_defaults`: whether generation_config.json says how to sample where
+    a request does not.
     """
 
     def __init__(
@@ -94,10 +95,13 @@ class EnginePool:
         model: str | None = None,
         adapter: Path | None = None,
         max_model_len: int | None = None,
+        *,
+        sampling_defaults: bool = True,
     ) -> None:
         self.config = config
         self._home = home
         self._max_model_len = max_model_len
+        self._sampling_defaults = sampling_defaults
         self._unreadable: set[str] = set()
         self._only = find_model(model, home) if model is not None else None
         self._only_name = self._name(model) if model is not None else ""
@@ -359,7 +363,11 @@ class EnginePool:
     def _load(self, served: ServedModel) -> _Loaded:
         """Builds a model's whole stack; runs on the MLX thread."""
         started = time.monotonic()
-        model = self._with_length(load_any(served.path, served.name, self._adapter, hashes_folder(self._home)))
+        model = load_any(served.path, served.name, self._adapter, hashes_folder(self._home))
+        if isinstance(model, VisionModel):
+            model = model._replace(loaded=self._with_options(model.loaded))
+        else:
+            model = self._with_options(model)
         vision, bits = isinstance(model, VisionModel), self.config.kv_bits
         runner = VLMRunner(model, bits) if isinstance(model, VisionModel) else TextRunner(model, bits)
         config = self._config_for(runner)
@@ -387,13 +395,14 @@ class EnginePool:
         log.warning("model %s: served with --exact strict: %s", runner.name, runner.strict_because)
         return replace(self.config, exact="strict")
 
-    def _with_length(self, model: VisionModel | LoadedModel) -> VisionModel | LoadedModel:
-        """The model with the context length that --max-model-len says."""
-        if self._max_model_len is None:
-            return model
-        if isinstance(model, VisionModel):
-            return model._replace(loaded=_overridden(model.loaded, self._max_model_len))
-        return _overridden(model, self._max_model_len)
+    def _with_options(self, loaded: LoadedModel) -> LoadedModel:
+        """The model with what options say instead of its files: --max-model-len, --generation-config."""
+        if not self._sampling_defaults:
+            loaded = replace(loaded, sampling_defaults={})
+        elif loaded.sampling_defaults:
+            values = ", ".join(f"{key} {value:g}" for key, value in loaded.sampling_defaults.items())
+            log.info("model %s: %s unless a request sets them (generation_config.json)", loaded.name, values)
+        return loaded if self._max_model_len is None else _overridden(loaded, self._max_model_len)
 
     def _assembled(
         self,

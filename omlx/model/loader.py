@@ -2,9 +2,9 @@
 
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from mlx_lm.utils import dequantize_model, load_adapters, load_model, load_token
 from omlx.cache import layer_kinds
 from omlx.errors import ModelError
 from omlx.model.context import DEFAULT_CONTEXT_LENGTH, ContextLength, context_length, lookup
+from omlx.model.end_of_turn import end_of_turn
 from omlx.model.fingerprint import WeightHashes, fingerprint
 from omlx.model.folder import (
     Adapter,
@@ -30,6 +31,7 @@ from omlx.model.folder import (
     read_config,
 )
 from omlx.model.foreign import refusing
+from omlx.model.generation_config import end_tokens, read_generation_config
 from omlx.model.json_file import read_object
 from omlx.model.progress import Progress, silent
 from omlx.model.weights import WeightFile, only_these_weights, read_weight_files
@@ -49,7 +51,8 @@ class LoadedModel:
     `model` has evaluated weights; `dtype` is what most of its floating-point weights are ("float32").
     `vocab_size` is the width of its logits, which can exceed the tokenizer's vocabulary.
     `context_length` is in tokens, `context_source` says where it comes from. `fingerprint` is 32 bytes of
-    `folder.fingerprint`.
+    `folder.fingerprint`. `eos_token_ids` are those of config.json, generation_config.json, the tokenizer and the chat
+    template's end of turn. `sampling_defaults`: the fields of SamplingParams that generation_config.json gives.
     """
 
     name: str
@@ -63,6 +66,7 @@ class LoadedModel:
     eos_token_ids: frozenset[int]
     fingerprint: bytes
     dtype: str
+    sampling_defaults: Mapping[str, float] = field(default_factory=dict)
 
 
 def load(
@@ -100,7 +104,8 @@ def assembled(
     `weights_fingerprint` may have to wait; it is called last. Raises ModelError.
     """
     options = {} if chat_template is None else {"chat_template": chat_template}
-    tokenizer = _load_tokenizer(path, config, options)
+    generation = read_generation_config(path, name)
+    tokenizer = _load_tokenizer(path, name, _end_tokens(path, name, config) | generation.eos_token_ids, options)
     with refusing(path):
         length = _context_length(model, config, tokenizer)
     return LoadedModel(
@@ -115,6 +120,7 @@ def assembled(
         eos_token_ids=frozenset(int(token) for token in tokenizer.eos_token_ids),
         dtype=_main_dtype(model),
         fingerprint=weights_fingerprint(),
+        sampling_defaults=generation.sampling,
     )
 
 
@@ -166,18 +172,35 @@ def as_float32(model: nn.Module) -> nn.Module:
     return model
 
 
-def _load_tokenizer(path: Path, config: dict[str, Any], options: dict[str, Any]) -> TokenizerWrapper:
-    """trust_remote_code is given as False because transformers would otherwise ask on the terminal."""
+def _end_tokens(path: Path, name: str, config: dict[str, Any]) -> frozenset[int]:
+    """Those that config.json names, for the whole model and for the part that is its language model."""
+    ignored: list[str] = []
+    text = config.get("text_config")
+    parts = [config, *([text] if isinstance(text, dict) else [])]
+    ends = frozenset[int]().union(*(end_tokens(part.get("eos_token_id"), ignored) for part in parts))
+    if ignored:
+        log.warning("model %s: values in config.json ignored: %s", name, "; ".join(ignored))
+    return ends
+
+
+def _load_tokenizer(path: Path, name: str, ends: frozenset[int], options: dict[str, Any]) -> TokenizerWrapper:
+    """A tokenizer whose `eos_token_ids` are `ends`, its own, and the one that ends a turn in its chat template.
+
+    trust_remote_code is given as False because transformers would otherwise ask on the terminal."""
     subject = f"{path}: tokenizer"
     if _has_own_code(path):
         subject = f"{path}: tokenizer: it needs its own code, which omlx never runs"
-    with refusing(subject):
+    with only_these_weights(path, []) as view, refusing(subject, str(view)):
         options = {"trust_remote_code": False} | options
-        tokenizer = load_tokenizer(path, options, eos_token_ids=lookup(config, "eos_token_id"))
+        tokenizer = load_tokenizer(view, options, eos_token_ids=sorted(ends) or None)
         for text in _PROBES:
             # A damaged one panics (no Exception) at a text; that it refuses some texts is said to who sends them.
             with suppress(Exception):
                 tokenizer.decode(tokenizer.encode(text))
+        known = frozenset(tokenizer.eos_token_ids)
+        if (end := end_of_turn(tokenizer, name, known)) is not None and end not in known:
+            log.info("model %s: answers also end with the token %d, as its chat template's turns do", name, end)
+            tokenizer.eos_token_ids = known | {end}
     return tokenizer
 
 

@@ -75,7 +75,7 @@ def load_vision(
     name = name or path.name
     with WeightHashes(files, records, progress, name) as hashes:
         model = _load_model(path, files)
-        described = _read_files(path)
+        described = _read_files(path, files)
         template = _chat_template(path, described)
         of_weights = partial(fingerprint, path, files, None, hashes)
         loaded = assembled(name, path, model, described.config, of_weights, template)
@@ -98,10 +98,10 @@ def _load_model(path: Path, files: list[WeightFile]) -> nn.Module:
     return model
 
 
-def _read_files(path: Path) -> Files:
+def _read_files(path: Path, weights: list[WeightFile]) -> Files:
     preprocessor = _read(path / "preprocessor_config.json")
-    with refusing(path):
-        config = load_config(path)
+    with only_these_weights(path, weights) as view, refusing(path, str(view)):
+        config = load_config(view)
     files = Files(config, preprocessor, _read(path / "processor_config.json"))
     if not files.image_settings():
         raise ModelError(f"{path}: no preprocessor_config.json, so it is not known what its pictures have to be like")
@@ -124,4 +124,8 @@ def _chat_template(path: Path, files: Files) -> str | None:
 
 def _with_end(loaded: LoadedModel) -> LoadedModel:
     end = loaded.tokenizer.get_vocab().get(_EXTRA_END)
-    return loaded if end is None else replace(loaded, eos_token_ids=loaded.eos_token_ids | {end})
+    if end is None:
+        return loaded
+    ends = loaded.eos_token_ids | {end}
+    loaded.tokenizer.eos_token_ids = ends
+    return replace(loaded, eos_token_ids=ends)

@@ -28,7 +28,7 @@ _BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "U16": 16, "I16": 16, "F16": 16, "BF16": 16,
     "U32": 32, "I32": 32, "F32": 32, "U64": 64, "I64": 64, "F64": 64, "C64": 64,
 }  # fmt: skip
-_CODE = re.compile(r".*\.(py|pyc|so|dylib)", re.IGNORECASE)
+_LEFT_OUT = re.compile(r".*\.(py|pyc|so|dylib)|generation_config\.json", re.IGNORECASE)
 
 
 class FileIdentity(NamedTuple):
@@ -178,12 +178,15 @@ def only_these_weights(path: Path, files: list[WeightFile]) -> Iterator[Path]:
     """A temporary folder of links to what is in a model folder, but for other weight files and for code.
 
     mlx-lm loads every file that matches a pattern, whatever the index says, and takes a folder's name for a pattern
-    too; mlx-vlm loads every safetensors file.
+    too; mlx-vlm loads every safetensors file. Both trust generation_config.json, which says nothing of weights
+    (model/generation_config reads it).
     """
     wanted = {file.path.name for file in files}
     with tempfile.TemporaryDirectory(prefix="omlx-model-") as folder:
         view = Path(folder)
         for name in os.listdir(path):
-            if name in wanted or not (name.startswith(".") or name.endswith(".safetensors") or _CODE.fullmatch(name)):
+            if name in wanted or not (
+                name.startswith(".") or name.endswith(".safetensors") or _LEFT_OUT.fullmatch(name)
+            ):
                 (view / name).symlink_to((path / name).absolute())
         yield view

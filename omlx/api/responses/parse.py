@@ -4,7 +4,7 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
-from omlx.api.chat import ChatPrompt, ChatRequest, OutputFormat
+from omlx.api.chat import ChatPrompt, ChatRequest, OutputFormat, unset_fields
 from omlx.api.openai import sampling_of
 from omlx.api.openai_body import MAX_MESSAGES
 from omlx.api.openai_tools import format_of, template_args
@@ -57,6 +57,7 @@ def parse(body: Json, store: ResponseStore, owner: bytes) -> tuple[ChatRequest, 
         tool_choice=tools.choice,
         output_format=_format(fields),
         format_field="text.format",
+        unset=unset_fields(fields),
     )
     items = [_kept(one) for one in given]
 
