@@ -520,8 +520,7 @@ SCRIPT = """
     from pathlib import Path
     from omlx.storage.open_stores import open_store
     from omlx.storage.tensor_file import write_block_file
-    from tests.storage.children import wait_for
-from tests.storage.blocks import block, meta
+    from tests.storage.blocks import block, meta
     store = open_store(Path(sys.argv[1]), 1 << 30, 1 << 30)
     for n in range(int(sys.argv[2]), int(sys.argv[3])):
         store.blocks.put("m", meta(n), block(n), write_block_file, may_wait=False)
@@ -559,8 +558,7 @@ AS_NOBODY = """
     from omlx.storage.open_stores import open_store, release_store
     from omlx.storage.folder import block_path
     from omlx.storage.tensor_file import read_block_file, write_block_file
-    from tests.storage.children import wait_for
-from tests.storage.blocks import block, meta, name, same
+    from tests.storage.blocks import block, meta, name, same
     root = Path(sys.argv[1])
     block(0)
     if os.getuid() == 0:
