@@ -5,7 +5,9 @@ interpreter that runs one module (see `serve`), takes a request at a time over p
 """
 
 import atexit
+import codecs
 import contextlib
+import io
 import os
 import pickle
 import queue
@@ -36,6 +38,8 @@ _SLOW = 2
 _PROCESSES = 8
 _IDLE = 2  # processes that wait for the next request
 
+# Long texts pass the pipes in pieces of so many characters or bytes.
+_PIECE = 256 << 10
 _HEAD = struct.Struct("<cQ")
 _DONE, _REFUSED, _MEMORY = b"d", b"r", b"m"
 
@@ -196,19 +200,19 @@ class _Child:
         """Status and text of the answer. Raises LimitExceeded and Overloaded; the child is to be killed then."""
         if not self._ready:
             self._await_start()
-        data = pickle.dumps(request)
+        data = _pickled(request)
         try:
-            _write(self._stdin, _HEAD.pack(_DONE, len(data)), data)
+            _write(self._stdin, _HEAD.pack(_DONE, sum(map(len, data))), *data)
         except OSError:
             raise self._ended() from None
         self._await_answer(on_slow)
         try:
-            status, answer = _read(self._stdout)
+            status, answer = _read_text(self._stdout)
         except EOFError:
             raise self._ended() from None
         if status == _MEMORY:
             raise LimitExceeded(self._too_large())
-        return status, answer.decode("utf-8", "surrogatepass")
+        return status, answer
 
     def kill(self) -> None:
         """End the process; for any thread. Who waits for its answer is told that it ended."""
@@ -280,6 +284,18 @@ def _read(pipe: Any) -> tuple[bytes, bytes]:
     return status, _exactly(pipe, size)
 
 
+def _read_text(pipe: Any) -> tuple[bytes, str]:
+    """The same for a text. It is decoded in pieces: millions of characters at once would hold the GIL."""
+    status, size = _HEAD.unpack(_exactly(pipe, _HEAD.size))
+    decoder = codecs.getincrementaldecoder("utf-8")("surrogatepass")
+    texts = []
+    while size:
+        piece = _exactly(pipe, min(size, _PIECE))
+        size -= len(piece)
+        texts.append(decoder.decode(piece, final=not size))
+    return status, "".join(texts)
+
+
 def _exactly(pipe: Any, size: int) -> bytes:
     data = bytearray(size)
     view = memoryview(data)
@@ -289,6 +305,35 @@ def _exactly(pipe: Any, size: int) -> bytes:
             raise EOFError
         view = view[count:]
     return bytes(data)
+
+
+class _Pickler(pickle.Pickler):
+    """Writes long texts in pieces: encoding one of millions of characters at once would hold the GIL."""
+
+    def persistent_id(self, value: Any) -> tuple[str, ...] | None:
+        if type(value) is not str or len(value) <= _PIECE:
+            return None
+        return tuple(value[at : at + _PIECE] for at in range(0, len(value), _PIECE))
+
+
+class _Unpickler(pickle.Unpickler):
+    def persistent_load(self, pid: Any) -> str:
+        return "".join(pid)
+
+
+class _Parts(list[bytes]):
+    """A file that keeps what is written as it came."""
+
+    def write(self, data: Any) -> int:
+        self.append(bytes(data))
+        return len(data)
+
+
+def _pickled(value: Any) -> list[bytes]:
+    """The pickle of a value, in parts of moderate size."""
+    parts = _Parts()
+    _Pickler(parts, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
+    return parts
 
 
 # ---- in the child
@@ -331,7 +376,7 @@ def _receive(requests: BinaryIO, waiting: "queue.SimpleQueue[bytes]") -> None:
 
 def _handled(handle: Callable[[Any], str], request: bytes) -> tuple[bytes, str]:
     try:
-        return _DONE, handle(pickle.loads(request))
+        return _DONE, handle(_Unpickler(io.BytesIO(request)).load())
     except MemoryError:
         return _MEMORY, ""
     except Refused as error:

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 
 from omlx.api import lenient
-from omlx.api.bounded import Parts, Schema, Settings, at_most
+from omlx.api.bounded import Options, Parts, Schema, at_most
 from omlx.api.openai_body import MAX_MESSAGES, MAX_STOPS, MAX_TOOLS, Body, NotSupported, Seed, StopText, ToolName, Whole
 
 # Fields that ask for what there is not, and what they may hold all the same.
@@ -65,7 +65,7 @@ class CountBody(Body):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     output_format: Format | None = None
-    chat_template_kwargs: Settings | None = None
+    chat_template_kwargs: Options | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=500)] | None = None
 
 

@@ -62,7 +62,7 @@ Small = Annotated[Any, AfterValidator(Within(members=1000, characters=100_000, l
 
 # Members and characters of a content part, such as an image; the body's limits bound how long its texts are.
 _PART = Within(members=10_000, characters=None, levels=32)
-_SETTINGS = Within(members=10_000, characters=1 << 20, levels=32)
+_OPTIONS = Within(members=10_000, characters=1 << 20, levels=32)
 _SCHEMA = Within(members=20_000, characters=1 << 20, levels=100)
 _ARGUMENTS = Within(members=20_000, characters=None, levels=100)
 
@@ -70,6 +70,6 @@ MAX_PARTS = 10_000
 
 Part = Annotated[dict[str, Any], at_most(_PART.members), AfterValidator(_PART)]
 Parts = Annotated[list[Part], at_most(MAX_PARTS)]
-Settings = Annotated[dict[str, Any], at_most(_SETTINGS.members), AfterValidator(_SETTINGS)]
+Options = Annotated[dict[str, Any], at_most(_OPTIONS.members), AfterValidator(_OPTIONS)]
 Schema = Annotated[dict[str, Any], at_most(_SCHEMA.members), AfterValidator(_SCHEMA)]
 Arguments = Annotated[dict[str, Any], at_most(_ARGUMENTS.members), AfterValidator(_ARGUMENTS)]

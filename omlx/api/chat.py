@@ -271,6 +271,8 @@ async def in_prompt_thread(engine: Engine, work: Callable[P, T], *args: P.args, 
 def prompt_tokens(engine: Engine, asked: ChatRequest) -> tuple[list[int], PromptVision | None]:
     """Token ids of the prompt, and its pictures. Raises BadRequest."""
     prompt = asked.prompt
+    if isinstance(prompt, ChatPrompt):
+        check_length(engine, prompt, asked.prompt_field)
     if engine.vision is None or not isinstance(prompt, ChatPrompt):
         return tokenize(engine, asked), None
     assert len(prompt.pictures) == len(prompt.images), "the images were not read"
@@ -343,6 +345,16 @@ def tokenizing(model: str) -> Iterator[None]:
     except ModelError as error:
         log.warning("%s", error)
         raise ModelError(str(error), public=f"the tokenizer of model {model!r} failed on this text") from None
+
+
+def check_length(engine: Engine, prompt: ChatPrompt, field: str) -> None:
+    """Raises BadRequest, which names `field`, for messages that are too long for the context whatever their tokens are.
+
+    To be called before they are rendered, which copies them several times.
+    """
+    length = sum(map(_characters, prompt.messages))
+    if length > engine.context_length * engine.longest_token:
+        raise _too_long(engine, field, f"{length} characters are more than {engine.context_length} tokens can hold")
 
 
 def render(engine: Engine, prompt: ChatPrompt, *, ready: bool = True) -> str:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
 
 from omlx.api import lenient
-from omlx.api.bounded import Arguments, Parts, Schema, Settings, Small, at_most
+from omlx.api.bounded import Arguments, Options, Parts, Schema, Small, at_most
 from omlx.errors import BadRequest
 
 MAX_STOPS = 16
@@ -226,7 +226,7 @@ class ChatBody(GenerationBody):
     messages: Annotated[list[Message], at_most(MAX_MESSAGES, least=1)]
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS), Whole] | None = None
-    chat_template_kwargs: Settings | None = None
+    chat_template_kwargs: Options | None = None
     tools: Annotated[list[AnyTool], at_most(MAX_TOOLS)] | None = None
     tool_choice: Annotated[
         Literal["none", "auto", "required"] | NamedFunctionTool | NamedCustomTool | AllowedTools | None,

@@ -1,6 +1,7 @@
 """Limits as they are enforced: context length, queue; and the shape of errors by path."""
 
 import asyncio
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from tests.api.serving import CHAT, COMPLETION, call
 @pytest.fixture
 def limited() -> dict[str, Any]:
     """Room for fewer tokens than the tiny model's 4,096."""
-    return {"max_kv_cache_memory": str(512 * 1024)}
+    return {"max_kv_cache_memory": "512KB"}
 
 
 async def enforced(bench: Bench) -> int:
@@ -147,3 +148,20 @@ def test_tools_that_cannot_fit_are_refused_before_they_are_written(app: FastAPI,
     error = call(app, "POST", "/v1/chat/completions", json=CHAT | {"tools": tools}).json()["error"]
     assert (error["code"], error["param"]) == ("context_length_exceeded", "tools")
     assert str(engine.context_length) in error["message"]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages", "/tokenize"])
+def test_messages_that_cannot_fit_are_refused_before_a_template_copies_them(
+    app: FastAPI, engine: FakeEngine, path: str
+) -> None:
+    engine.tokenizer.chat_template = "a template that shows nothing of them"
+    text = "漢" * (engine.context_length * engine.longest_token // 2)
+    field = "input" if path == "/v1/responses" else "messages"
+    body = {"model": "tiny", field: [{"role": "user", "content": text}] * 3}
+    if path == "/v1/messages":
+        body["max_tokens"] = 1
+    answer = call(app, "POST", path, json=body)
+    error = answer.json()["error"]
+    assert answer.status_code == 400
+    assert answer.json().get("type") == "error" or error["param"] == field
+    assert re.search(rf"{field}: \d+ characters are more", error["message"])

@@ -231,7 +231,7 @@ def test_a_refusing_template_is_a_bad_request(app, engine):
         (BadRequest("too big", param="max_tokens", code="context_length_exceeded"), 400, "context_length_exceeded"),
         (Overloaded("full", retry_after_s=7), 503, "overloaded"),
         (EngineError("it broke"), 500, None),
-        (ModelError("no weights"), 500, None),
+        (ModelError("no weights"), 503, "model_unavailable"),
     ],
 )
 def test_an_error_before_the_first_token_has_its_status(app, engine, stream, error, status, code):
@@ -239,9 +239,9 @@ def test_an_error_before_the_first_token_has_its_status(app, engine, stream, err
     response = chat(app, stream=stream)
     assert response.status_code == status
     assert response.headers["content-type"] == "application/json"
-    assert response.json()["error"]["message"] == str(error)
+    assert response.json()["error"]["message"] == (error.public if isinstance(error, ModelError) else str(error))
     assert response.json()["error"]["code"] == code
-    assert response.headers.get("retry-after") == ("7" if status == 503 else None)
+    assert response.headers.get("retry-after") == ("7" if code == "overloaded" else None)
 
 
 @pytest.mark.parametrize("stream", [False, True])

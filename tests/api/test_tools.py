@@ -412,6 +412,14 @@ def test_tokens_can_be_asked_for_and_turned_back(app, engine):
     assert back == {"prompt": "hi €"}
 
 
+def test_token_ids_become_the_text_that_the_tokenizer_decodes(app, engine):
+    tokens = [*engine.tokenizer.encode(" hi  ,  it 's €"), *range(engine.vocab_size), 0xE2, 1, 0x82]
+    text = engine.tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    for given, expected in ((tokens, text), ([], "")):
+        back = call(app, "POST", "/detokenize", json={"model": "tiny", "tokens": given}).json()
+        assert back == {"prompt": expected}
+
+
 def test_the_tokens_of_a_chat_are_those_that_an_answer_costs(app, engine):
     given = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "tools": [WEATHER]}
     body = call(app, "POST", "/tokenize", json=given).json()

@@ -1,5 +1,6 @@
 """Chat templates rendered in worker processes: the same text as transformers', and bounds on time and memory."""
 
+import io
 import logging
 import threading
 from collections.abc import Iterator
@@ -62,6 +63,23 @@ def test_the_text_is_that_of_transformers(tokenizer: Any, template: str | None) 
         CONVERSATION, add_generation_prompt=True, tokenize=False, tools=TOOLS, **args
     )
     assert render(tokenizer, **args) == expected
+
+
+@pytest.mark.parametrize("text", ["a漢😀", "漢", "\ud800\udc00", "é\n"])
+def test_long_texts_pass_in_pieces(tokenizer: Any, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setattr(worker, "_PIECE", 1000)
+    tokenizer.chat_template = "{{ messages[0].content }}"
+    for length in (1000, 1001, 2000, 5001):
+        content = (text * length)[:length]
+        assert chat_template.render(tokenizer, "m", [{"role": "user", "content": content}], {}) == content
+
+
+def test_no_part_of_a_pickle_is_much_longer_than_a_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "_PIECE", 1000)
+    value = [{"content": "漢" * 1_000_000, "n": None}, "x" * 2500, 5]
+    parts = worker._pickled(value)
+    assert max(map(len, parts)) < 200_000
+    assert worker._Unpickler(io.BytesIO(b"".join(parts))).load() == value
 
 
 def test_named_templates(tokenizer: Any) -> None:

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag, TypeAdapter
 
 from omlx.api import lenient
-from omlx.api.bounded import MAX_PARTS, Parts, Schema, Settings, at_most
+from omlx.api.bounded import MAX_PARTS, Options, Parts, Schema, at_most
 from omlx.api.openai_body import (
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -238,7 +238,7 @@ class ResponsesBody(SamplingBody):
     ) = None
     metadata: _Metadata | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    chat_template_kwargs: Settings | None = None
+    chat_template_kwargs: Options | None = None
 
 
 class InputTokensBody(ResponsesBody):
