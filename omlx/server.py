@@ -158,13 +158,14 @@ def _add_anthropic_routes(app: FastAPI, pool: EnginePool, source: Source) -> Non
 
 def _add_routes(app: FastAPI, pool: EnginePool, source: Source) -> None:
     async def models() -> Response:
-        return JSONResponse(openai.models_body([await _model_body(pool, model) for model in pool.models()]))
+        served = [(name, model) for model in pool.models() for name in (*model.aliases, model.name)]
+        return JSONResponse(openai.models_body([await _model_body(pool, model, name) for name, model in served]))
 
     async def model(http: Request) -> Response:
         name = http.path_params["name"]
         for known in pool.models():
-            if known.name == name:
-                return JSONResponse(await _model_body(pool, known))
+            if name == known.name or name in known.aliases:
+                return JSONResponse(await _model_body(pool, known, name))
         raise NotFound(f"no model {name!r} here")
 
     async def health() -> Response:
@@ -228,7 +229,8 @@ async def answer(http: Request, pool: EnginePool, parse: Parse, source: Source) 
     return JSONResponse(dialect.body(whole))
 
 
-async def _model_body(pool: EnginePool, model: ServedModel) -> dict[str, Any]:
+async def _model_body(pool: EnginePool, model: ServedModel, name: str) -> dict[str, Any]:
+    """`name`: the model's own, or an alias, whose entry names the model as its `root`."""
     context_length = None
     if model.loaded:
         engine = await (pool.get(model.name) if model.kind in WRITERS else pool.get_embedder(model.name))
@@ -237,7 +239,9 @@ async def _model_body(pool: EnginePool, model: ServedModel) -> dict[str, Any]:
         created = int(os.stat(model.path).st_mtime)
     except OSError:
         created = 0
-    body = openai.model_body(model.name, created, context_length) | {"kind": model.kind}
+    body = openai.model_body(name, created, context_length) | {"kind": model.kind}
+    if name != model.name:
+        body |= {"root": model.name}
     return body | ({"note": model.note} if model.note else {})
 
 
@@ -331,6 +335,8 @@ def _make_pool(settings: Settings) -> admin.AdminPool:
         settings.adapter_path,
         length,
         sampling_defaults=settings.generation_config == "auto",
+        aliases=settings.served_model_name or (),
+        default_model=settings.default_model,
     )
 
 

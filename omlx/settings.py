@@ -50,7 +50,7 @@ GenerationConfigUse = Literal["auto", "none"]
 MASK = "********"
 _SECRETS = ("api_key", "admin_key")
 # May hold several values: the flag is repeated, elsewhere commas stand between them (in the file a list may).
-REPEATED = ("api_key", "cors_origin")
+REPEATED = ("api_key", "cors_origin", "served_model_name")
 _BUDGETS = (
     "paged_ssd_cache_dir",
     "paged_ssd_cache_max_size",
@@ -131,6 +131,17 @@ class Settings(BaseModel):
     )
     adapter_path: Path | None = _option(
         None, "DIR", "Folder of a LoRA adapter, as mlx-lm trains them, for the model of --model."
+    )
+    served_model_name: tuple[str, ...] | None = _option(
+        None,
+        "NAME",
+        "Another name of the model of --model; may be repeated. Its cache is the same under every name.",
+    )
+    default_model: str | None = _option(
+        None,
+        "NAME",
+        "Model that answers requests for a name that is not served, such as the claude-haiku names that Claude Code "
+        "uses for background requests. Without it they get a 404.",
     )
     max_model_len: int | None = _option(
         None,
@@ -312,11 +323,17 @@ class Settings(BaseModel):
     def _seconds(cls, value: Any) -> int:
         return parse_duration(value, off=True)
 
-    @field_validator("adapter_path", mode="after")
+    @field_validator("served_model_name", mode="before")
     @classmethod
-    def _has_its_model(cls, value: Path | None, info: ValidationInfo) -> Path | None:
+    def _names(cls, value: Any) -> Any:
+        return tuple(dict.fromkeys(value.replace(",", " ").split())) if isinstance(value, str) else value
+
+    @field_validator("adapter_path", "served_model_name", mode="after")
+    @classmethod
+    def _has_its_model(cls, value: Any, info: ValidationInfo) -> Any:
         if value is not None and info.data.get("model") is None:
-            raise ValueError(f"{quoted(value)} is for one model: --model has to name it")
+            shown = quoted(", ".join(value) if isinstance(value, tuple) else value)
+            raise ValueError(f"{shown} is for one model: --model has to name it")
         return value
 
     @field_validator("kv_bits")

@@ -272,7 +272,7 @@ def _key_named(name: Any, keys: KeyRing) -> ApiKey:
 
 async def _check_known(pool: AdminPool, name: str) -> None:
     """Raises NotFound for a model that is neither served nor has anything stored: it is a slip of the pen."""
-    if any(model.name == name for model in pool.models()):
+    if any(name == model.name or name in model.aliases for model in pool.models()):
         return
     stored = (await pool.cache_figures())["stored"]
     if all(model["model"] != name for model in stored):

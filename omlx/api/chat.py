@@ -26,7 +26,7 @@ log = logging.getLogger("omlx.server")
 
 
 class ServedModel(Protocol):
-    """A model that can be asked for; `loaded` if it is in memory now.
+    """A model that can be asked for; `loaded` if it is in memory now. `aliases` are more names of it.
 
     `kind`: "text", "vision" (text about images too), "embedding" or "rerank". `note`: why a vision model is of kind
     "text".
@@ -46,6 +46,9 @@ class ServedModel(Protocol):
 
     @property
     def note(self) -> str: ...
+
+    @property
+    def aliases(self) -> Sequence[str]: ...
 
 
 class Engine(TextEngine, Protocol):

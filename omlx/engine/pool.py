@@ -27,7 +27,7 @@ from omlx.engine.loading import ModelLoader
 from omlx.engine.vlm import VLMEngine
 from omlx.errors import BadRequest, ModelError, NotFound, Overloaded
 from omlx.memory_monitor import MemoryMonitor
-from omlx.model.folder import ModelInfo, find_model, hashes_folder, scan_models
+from omlx.model.folder import ModelInfo, find_model, folder_name, hashes_folder, scan_models
 from omlx.model.loader import LoadedModel
 from omlx.model.model_kind import WRITERS, ModelKind, ModelUse, model_use
 from omlx.model.progress import folder_bytes
@@ -63,7 +63,8 @@ _SUMMED = (
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A model that can be asked for; `loaded` once its engine runs. `kind` and `note` are those of its ModelUse."""
+    """A model that can be asked for; `loaded` once its engine runs. `kind` and `note` are those of its ModelUse.
+    `aliases`: more names that requests may use."""
 
     name: str
     path: Path
@@ -71,6 +72,7 @@ class ServedModel:
     loaded: bool
     kind: ModelKind = "text"
     note: str = ""
+    aliases: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -85,7 +87,8 @@ class EnginePool:
     `model` (a name or a folder) serves that one alone, with `adapter` (a folder) if given, and loads it at
     start; None serves every model under `home`. `max_model_len` (tokens) goes before the context length that the
     files of a model that writes text say. `sampling_defaults`: whether generation_config.json says how to sample where
-    a request does not.
+    a request does not. `aliases` are more names of `model`. Requests for a name that is not served get `default_model`,
+    if it does what they ask for. Raises NotFound if that one is not served.
     """
 
     def __init__(
@@ -97,6 +100,8 @@ class EnginePool:
         max_model_len: int | None = None,
         *,
         sampling_defaults: bool = True,
+        aliases: Sequence[str] = (),
+        default_model: str | None = None,
     ) -> None:
         self.config = config
         self._home = home
@@ -105,6 +110,8 @@ class EnginePool:
         self._unreadable: set[str] = set()
         self._only = find_model(model, home) if model is not None else None
         self._only_name = self._name(model) if model is not None else ""
+        self._aliases = tuple(aliases) if model is not None else ()
+        self._default_model: str | None = None
         self._adapter = adapter if model is not None else None
         self._hot = HotTier(config.hot_cache_max_size)
         self.memory = MemoryMonitor(self._hot, config.max_process_memory)
@@ -116,11 +123,13 @@ class EnginePool:
         self._loader = ModelLoader(self._thread)
         self._embedders = Embedders(self._thread, config, self._loader)
         self._locks: dict[str, asyncio.Lock] = {}
+        if default_model is not None:
+            self._default_model = self._find(default_model, "--default-model: ").name
 
     def _name(self, model: str) -> str:
         known = {info.path: info.name for info in self._scan()}
         path = find_model(model, self._home)
-        return known.get(path, path.resolve().name)
+        return known.get(path) or folder_name(path.resolve())
 
     async def start(self) -> None:
         """Starts the MLX thread, opens the cache folder and loads the model that was named. Raises ModelError."""
@@ -174,7 +183,9 @@ class EnginePool:
         else:
             found = [(info.name, info.path, info.size_bytes) for info in self._scan()]
         return [
-            ServedModel(name, path, size, name in self._loaded or name in self._embedders, *self._use(path))
+            ServedModel(
+                name, path, size, name in self._loaded or name in self._embedders, *self._use(path), self._aliases
+            )
             for name, path, size in found
         ]
 
@@ -190,12 +201,26 @@ class EnginePool:
         self._unreadable = set(scan.unreadable)
         return scan.models
 
-    def _served(self, name: str) -> ServedModel:
-        served = next((model for model in self.models() if model.name == name), None)
-        if served is None:
-            names = ", ".join(model.name for model in self.models()) or "none"
-            raise NotFound(f"no model {name!r} here; there is: {names}")
-        return served
+    def _served(self, name: str, *, writes: bool) -> ServedModel:
+        """The model that a request for `name` gets; `writes`: whether it asks for text. Raises NotFound."""
+        try:
+            return self._find(name)
+        except NotFound:
+            if self._default_model is None:
+                raise
+            served = self._find(self._default_model)
+            if (served.kind in WRITERS) is not writes:
+                raise
+            return served
+
+    def _find(self, name: str, prefix: str = "") -> ServedModel:
+        """The model of this name or alias."""
+        models = self.models()
+        for model in models:
+            if name == model.name or name in model.aliases:
+                return model
+        names = ", ".join(name for model in models for name in (*model.aliases, model.name)) or "none"
+        raise NotFound(f"{prefix}no model {name!r} here; there is: {names}")
 
     async def get_embedder(self, name: str) -> EmbeddingEngine:
         """The engine of a model that gives embeddings or scores, loaded if it is not yet.
@@ -204,14 +229,16 @@ class EnginePool:
         """
         if name in self._embedders:
             return self._embedders[name]
-        served = self._served(name)
+        served = self._served(name, writes=False)
+        if served.name in self._embedders:
+            return self._embedders[served.name]
         if served.kind in WRITERS:
             able = ", ".join(model.name for model in self.models() if model.kind not in WRITERS) or "none"
             message = f"model {name!r} writes text; models for embeddings and reranking here: {able}"
             raise BadRequest(message, param="model")
         if self._adapter is not None:
             raise ModelError(f"model {name!r} gives no text: --adapter-path is not for it")
-        return await self._embedders.get(name, served.path)
+        return await self._embedders.get(served.name, served.path)
 
     async def get(self, name: str) -> Engine:
         """The engine of a model, loaded if it is not yet.
@@ -220,10 +247,11 @@ class EnginePool:
         """
         if name in self._loaded:
             return self._loaded[name].engine
-        served = self._served(name)
+        served = self._served(name, writes=True)
         if served.kind not in WRITERS:
             use = "/v1/embeddings and /v1/rerank" if served.kind == "embedding" else "/v1/rerank"
             raise BadRequest(f"model {name!r} writes no text; it is for {use}", param="model")
+        name = served.name
         async with self._locks.setdefault(name, asyncio.Lock()):
             if name not in self._loaded:
                 folders = [served.path, *([self._adapter] if self._adapter else [])]
@@ -314,7 +342,7 @@ class EnginePool:
 
         Loads the model if it is not yet. Raises NotFound, ModelError.
         """
-        await self.get(name)
+        name = (await self.get(name)).name
         await self._step_ended()
         tiers = self._loaded[name].tiers
         return None if tiers is None else await asyncio.to_thread(tiers.prefix_cache.probe, tokens, salt, images)
@@ -324,7 +352,7 @@ class EnginePool:
 
         Loads the model if it is not yet. Raises NotFound, ModelError.
         """
-        await self.get(name)
+        name = (await self.get(name)).name
         tiers = self._loaded[name].tiers
         return [None] * len(keys) if tiers is None else await asyncio.to_thread(tiers.feature_tiers, keys)
 
@@ -335,6 +363,7 @@ class EnginePool:
         any gives zeros. Raises StoreLocked if another process works on the cache folder.
         """
         await self._step_ended()
+        name = self._only_name if name in self._aliases else name
         managers = [loaded.tiers for loaded in self._loaded.values() if loaded.tiers is not None]
         before_ns = None if older_than_s is None else time.time_ns() - int(older_than_s * 1e9)
         return await asyncio.to_thread(clear_cache, self.config, managers, name, before_ns)
@@ -345,7 +374,7 @@ class EnginePool:
         Loads the model if it is not yet. Raises NotFound, ModelError, and Overloaded if the MLX thread is busy for too
         long.
         """
-        await self.get(name)
+        name = (await self.get(name)).name
         tiers = self._loaded[name].tiers
         if tiers is None:
             return Forgotten(0, 0, len(tokens), 0, None)

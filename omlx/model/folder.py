@@ -81,6 +81,15 @@ def is_model(path: Path) -> bool:
     return os.path.isfile(path / "config.json") and bool(weight_paths(path))
 
 
+def folder_name(path: Path) -> str:
+    """What a model is called that is served from a folder: the folder's name, ORG/NAME for a Hugging Face snapshot.
+
+    The Hub's cache has a snapshot at models--ORG--NAME/snapshots/HASH.
+    """
+    kind, *parts = path.parent.parent.name.split("--") if path.parent.name == "snapshots" else [""]
+    return "/".join(parts) if kind == "models" and 1 <= len(parts) <= 2 and all(parts) else path.name
+
+
 def list_models(home: Path) -> list[ModelInfo]:
     """Every model under the home folder, in name order; folders that begin with a dot are unfinished."""
     return scan_models(home).models

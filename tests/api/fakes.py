@@ -120,6 +120,7 @@ class FakeModel:
     loaded: bool
     kind: str = "text"
     note: str = ""
+    aliases: tuple[str, ...] = ()
 
 
 class FakePool:
