@@ -13,12 +13,18 @@ _REWRITTEN = (
     "or the client changed it"
 )
 
+# Tokens by which a message is found again further on.
+_RECOGNIZED = 24
+
 
 class Miss(Protocol):
     """What is used here of omlx.cache.probe.FirstMiss."""
 
     @property
     def differs_at(self) -> int | None: ...
+
+    @property
+    def stored(self) -> Sequence[int]: ...
 
 
 def where_it_differs(engine: Engine, prompt: ChatPrompt, tokens: Sequence[int], miss: Miss) -> dict[str, Any]:
@@ -32,7 +38,26 @@ def where_it_differs(engine: Engine, prompt: ChatPrompt, tokens: Sequence[int], 
     if index == len(prompt.messages):
         return {}
     place = {"message": index, "role": prompt.messages[index]["role"]}
+    begin, end = (_end(engine, prompt, tokens, count) if count else 0 for count in (index, index + 1))
+    dropped = _dropped(tokens[begin:end], miss.differs_at - begin, miss.stored)
+    if dropped:
+        last = index + dropped - 1
+        which = f"message {index}" if dropped == 1 else f"messages {index} to {last}"
+        return place | {"hint": f"the client dropped {which} of the cached conversation; raise its context window"}
     return place | ({"hint": _REWRITTEN} if place["role"] == "assistant" else {})
+
+
+def _dropped(message: Sequence[int], differs: int, stored: Sequence[int]) -> int:
+    """How many messages of the stored prompt are left out, if `message` comes later in it; 0 if it does not.
+
+    `message` are its tokens, of which the first `differs` are also those of the stored message in its place, `stored`
+    what is stored from there on. Messages are counted by the token that each of them begins with.
+    """
+    words = list(message[differs : differs + _RECOGNIZED])
+    if len(words) < min(_RECOGNIZED, 4):
+        return 0
+    found = next((at for at in range(1, len(stored)) if list(stored[at : at + len(words)]) == words), None)
+    return 0 if found is None else list(stored[:found]).count(message[0])
 
 
 def message_at(engine: Engine, prompt: ChatPrompt, tokens: Sequence[int], position: int) -> int:

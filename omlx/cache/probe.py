@@ -5,6 +5,8 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+import numpy as np
+
 from omlx.cache.block import TOKEN_BYTES, common_tokens, is_image_id, slice_tokens
 from omlx.cache.interface import BlockMeta, CacheManager, Tier
 from omlx.cache.layer_state import CacheLayout, StatePart
@@ -14,6 +16,7 @@ if TYPE_CHECKING:
     from omlx.cache.prefix_cache import CacheIdentity
 
 _MOST_LOOKED_AT = 1024  # first blocks of other prompts; each may take the reading of a file's head
+_MOST_STORED_TOKENS = 32_768
 _BLOCK_SIZES = range(8, 4097, 8)  # all that a server can be started with
 
 
@@ -31,12 +34,14 @@ class BlockState:
 class FirstMiss(NamedTuple):
     """The first position of the prompt that would be computed though it is not the last one, and why.
 
-    `differs_at`: where the prompt differs from the nearest one that is stored, if that is the reason.
+    `differs_at`: where the prompt differs from the nearest one that is stored, if that is the reason; `stored` are then
+    the token ids that are stored from there on (at most 32,768).
     """
 
     token: int
     reason: str
     differs_at: int | None = None
+    stored: tuple[int, ...] = ()
 
 
 class PrefixProbe(NamedTuple):
@@ -92,8 +97,8 @@ class MatchEnd:
             return self._miss(self._other_world(other.meta))
         return self._of_stored(near)
 
-    def _miss(self, reason: str, differs_at: int | None = None) -> FirstMiss:
-        return FirstMiss(self.start + self.taken, reason, differs_at)
+    def _miss(self, reason: str) -> FirstMiss:
+        return FirstMiss(self.start + self.taken, reason)
 
     def _of_stored(self, near: _Near | None) -> FirstMiss:
         if self.declined and (near is None or near.shared == near.meta.token_count < self.block_size):
@@ -115,8 +120,18 @@ class MatchEnd:
             )
         if near.shared < near.meta.token_count:
             what = " in a picture" if is_image_id(self.wanted, near.shared) else ""
-            return self._miss(f"differs from the nearest cached prompt{what} at token {end}", end)
+            reason = f"differs from the nearest cached prompt{what} at token {end}"
+            return FirstMiss(self.start + self.taken, reason, end, self._stored_from(near))
         return self._miss(f"never stored: the nearest cached prompt ends at token {end}")
+
+    def _stored_from(self, near: _Near) -> tuple[int, ...]:
+        """The tokens of the nearest stored prompt from where it differs: in one of its continuations, the first."""
+        block: BlockMeta | None = near.meta
+        packed = bytearray()
+        while block is not None and len(packed) < _MOST_STORED_TOKENS * TOKEN_BYTES:
+            packed += block.tokens or self.store.tokens(block.block_hash) or b""
+            block = next(iter(self.store.children(block.block_hash, b"")), None)
+        return tuple(np.frombuffer(packed, "<u4")[near.shared : _MOST_STORED_TOKENS].tolist())
 
     def _shared(self, meta: BlockMeta) -> int:
         return common_tokens(meta.tokens or b"", self.wanted)

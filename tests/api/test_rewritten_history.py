@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import pytest
+
 from tests.api.test_real_answers import SYSTEM, Server, serving, user
 
 # Shows what the last answer was thinking, and of those before only what they said.
@@ -104,3 +106,32 @@ async def test_the_probe_takes_the_same_body_in_every_dialect(tmp_path):
         )
         lost = await server.post("/admin/cache_probe", dialect="responses", input="a", previous_response_id="resp_x")
         assert (lost.status_code, lost.json()["error"]["param"]) == (400, "previous_response_id")
+
+
+def turns(count: int) -> list[dict[str, Any]]:
+    """So many questions and answers, each with words of its own."""
+    return [
+        {"role": role, "content": f"{role} number {k} says {chr(ord('a') + k) * 9} at length, then {k * 7919} again"}
+        for k in range(count)
+        for role in ("user", "assistant")
+    ]
+
+
+@pytest.mark.parametrize("dropped", [1, 2, 4])
+async def test_the_probe_names_the_messages_that_a_client_dropped(tmp_path, dropped):
+    async with serving(tmp_path) as server:
+        talk = turns(5)
+        await server.chat(SYSTEM, *talk)
+        found = await server.probe(SYSTEM, *talk[dropped:], user("and now?"))
+        miss = found["first_miss"]
+        assert miss["message"] == 1
+        which = "message 1 " if dropped == 1 else f"messages 1 to {dropped} "
+        assert f"the client dropped {which}of" in miss["hint"]
+
+
+async def test_other_words_are_no_dropped_messages(tmp_path):
+    async with serving(tmp_path) as server:
+        talk = turns(3)
+        await server.chat(SYSTEM, *talk)
+        found = await server.probe(SYSTEM, user("something else altogether, which nobody said before"), *talk[1:])
+        assert "dropped" not in found["first_miss"].get("hint", "")

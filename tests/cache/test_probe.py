@@ -106,9 +106,9 @@ def test_a_difference_is_named_with_its_token(bench):
     other = prompt(60)
     other[37] ^= 1
     found = bench.prefix.probe(other)
-    assert found.first_miss == (32, "differs from the nearest cached prompt at token 37", 37)
+    assert found.first_miss[:3] == (32, "differs from the nearest cached prompt at token 37", 37)
     other[0] ^= 1
-    assert bench.prefix.probe(other).first_miss == (0, "differs from the nearest cached prompt at token 0", 0)
+    assert bench.prefix.probe(other).first_miss[:3] == (0, "differs from the nearest cached prompt at token 0", 0)
 
 
 def test_a_prompt_that_goes_on_ends_where_the_nearest_does(runner, store):
@@ -123,7 +123,7 @@ def test_a_prompt_that_goes_on_ends_where_the_nearest_does(runner, store):
 
 
 def test_what_nobody_asked_was_never_stored(bench):
-    assert bench.prefix.probe(prompt(40)).first_miss == (0, "never stored", None)
+    assert bench.prefix.probe(prompt(40)).first_miss[:3] == (0, "never stored", None)
 
 
 def test_evicted_is_said_for_ram_and_for_files(runner, store, tmp_path):
@@ -131,7 +131,7 @@ def test_evicted_is_said_for_ram_and_for_files(runner, store, tmp_path):
     bench = Bench(runner, ram)
     bench.ask(prompt(60))
     ram.evict_from_ram(1 << 26)
-    assert bench.prefix.probe(prompt(60)).first_miss == (0, "evicted", None)
+    assert bench.prefix.probe(prompt(60)).first_miss[:3] == (0, "evicted", None)
     bench.ask(prompt(60))
     assert bench.prefix.probe(prompt(60)).first_miss is None
     files = PagedSSDCacheManager(tmp_path / "few", 1 << 26, 0)
