@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from omlx.api import image_source
 from omlx.api.image_source import ImageSource, from_data_url, is_public
 from omlx.errors import BadRequest
 from omlx.model.images import MAX_BYTES
@@ -63,20 +64,36 @@ async def refused(source: ImageSource, url: str) -> str:
         "data:image/png;base64," + base64.b64encode(DATA).decode().replace("+", "%2B").replace("=", "%3D"),
     ],
 )
-async def test_data_urls(url: str):
+@pytest.mark.parametrize("piece", [256 << 10, 1, 2, 3, 4, 5, 7])
+async def test_data_urls(monkeypatch: pytest.MonkeyPatch, url: str, piece: int):
+    monkeypatch.setattr(image_source, "_PIECE", piece)
     assert await ImageSource().fetch(url) == DATA
 
 
 @pytest.mark.parametrize(
-    "url", ["data:image/png,abc", "data:", "data:image/png;base64,a", "data:x;base64,ab!d", "data:;base64,é"]
+    "url",
+    ["data:image/png,abc", "data:", "data:image/png;base64,a", "data:x;base64,ab!d", "data:;base64,é"]
+    + [
+        "data:;base64,AA==AAAA",
+        "data:;base64,AA=A",
+        "data:;base64,AAAA=\n=A",
+        "data:;base64,AA%41A",
+        "data:;base64,AAA%",
+    ],
 )
-async def test_data_urls_that_are_none(url: str):
+@pytest.mark.parametrize("piece", [256 << 10, 1, 3])
+async def test_data_urls_that_are_none(monkeypatch: pytest.MonkeyPatch, url: str, piece: int):
+    monkeypatch.setattr(image_source, "_PIECE", piece)
     assert "data: URL" in await refused(ImageSource(), url)
 
 
 def test_a_data_url_that_is_too_long_is_not_decoded():
     with pytest.raises(BadRequest, match="20 MB"):
         from_data_url("data:;base64," + "A" * (MAX_BYTES * 4 // 3 + 8))
+
+
+async def test_a_url_that_no_server_takes_is_not_looked_at():
+    assert "at most" in await refused(ImageSource(allow_remote=True), "https://a/" + "漢" * 100_000)
 
 
 # ---- by default nothing is opened
