@@ -96,7 +96,7 @@ class SharedPrefills:
 
     def _wait(self, request: Request, prefilling: Sequence[Prefill], work: int) -> _Wait | None:
         """The wait that saves most, if any is worth it."""
-        if self._cache is None or not request.use_cache:
+        if self._cache is None or not request.use_cache or request.lacks_prompt_logprobs:
             return None
         best, gain, stored = None, 0, -1
         patience = work + sum(row.remaining for row in prefilling)
@@ -139,13 +139,19 @@ class StoredPrefixes:
         self._stats = stats
 
     def load(self, request: Request, tokens: list[int], capacity: int, *, resumes: bool) -> Restored | None:
-        """What is stored of all but the last of `tokens`, in layer caches with room for `capacity`."""
+        """What is stored of all but the last of `tokens`, in layer caches with room for `capacity`.
+
+        Nothing for a request that lacks log-probabilities of its prompt: those come of computing it.
+        """
         found, keys = 0, request.cache_tokens(tokens)
         costs = request.vision.encoder_costs() if request.vision is not None else []
         for _ in range(2):  # the second time without what turned out to be slow
             match = self._cache.match(
                 request.request_id, keys, request.cache_salt, resumes=resumes, images=request.images
             )
+            if request.lacks_prompt_logprobs:
+                self._cache.shorten(match, 0)
+                return None
             found = max(found, match.tokens)
             match = self._worth_loading(match, len(tokens) - 1, costs)
             try:

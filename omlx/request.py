@@ -30,7 +30,8 @@ class SamplingParams:
     `temperature` 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 switch a filter off; filters
     apply to the tempered distribution in the order top_k, top_p, min_p. The presence and frequency
     penalties count generated tokens, `repetition_penalty` (1 is off) counts the prompt as well.
-    `top_logprobs` None returns no logprobs, n the chosen token's and the n best.
+    `top_logprobs` None returns no logprobs, n the chosen token's and the n best. With `prompt_logprobs` the prompt's
+    tokens have them as well: the prompt is computed, whatever is stored of it.
     `stop` are texts; end-of-text tokens stop unless `ignore_eos`.
     """
 
@@ -46,6 +47,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     top_logprobs: int | None = None
+    prompt_logprobs: bool = False
     ignore_eos: bool = False
     grammar: GrammarSpec | None = None
 
@@ -151,6 +153,13 @@ http_request_id: ContextVar[str] = ContextVar("http_request_id", default="")
 """The id of the HTTP request that is being worked on: in its task, its threads, and while a step works for it alone."""
 
 
+class TokenLogprob(NamedTuple):
+    """The natural log-probability of a token; `top`: the likeliest in its place (id, log-probability), best first."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
 @dataclass(slots=True)
 class Request:
     """One answer to produce. `prompt` holds token ids (at least one).
@@ -159,6 +168,8 @@ class Request:
     prompts under different salts share nothing. `vision`: the prompt's pictures, None if it has none.
     `grammar`: `sampling.grammar`, compiled; the engine does it if nobody did.
     `key_name`: the API key's it came with, `http_id`: the id of the HTTP request; both for the log.
+    `prompt_logprobs`, if `sampling` asks for them: of the prompt's tokens from the second one on. Written by the MLX
+    thread; complete before the first token of the answer is handed out.
     """
 
     request_id: str
@@ -172,6 +183,12 @@ class Request:
     grammar: GrammarMatcher | None = None
     key_name: str = ""
     http_id: str = field(default_factory=http_request_id.get)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+
+    @property
+    def lacks_prompt_logprobs(self) -> bool:
+        """Whether tokens of the prompt still have to be computed for their log-probabilities."""
+        return self.sampling.prompt_logprobs and len(self.prompt_logprobs) < len(self.prompt) - 1
 
     def cache_tokens(self, tokens: list[int]) -> list[int]:
         """`tokens`, the beginning of prompt and answer, as the cache sees them."""

@@ -37,7 +37,15 @@ from omlx.metrics import ChunkTime, SchedulerStats
 from omlx.model.decode_batch import DecodeBatch, DecodeFailure, DecodeOutput, DecodeRow
 from omlx.model.grammar import Constraint
 from omlx.model.runner import ModelRunner
-from omlx.model.sampling import LogitsProcessor, Sampler, first_token, make_processors, make_sampler, pick_logprobs
+from omlx.model.sampling import (
+    LogitsProcessor,
+    Sampler,
+    first_token,
+    logprobs_of_tokens,
+    make_processors,
+    make_sampler,
+    pick_logprobs,
+)
 from omlx.request import FinishReason, Request, RequestState, TokenOutput, http_request_id
 
 log = logging.getLogger(__name__)
@@ -48,6 +56,7 @@ D = TypeVar("D")
 _KV_STEP = 256
 _FIRST_CHUNK = 32  # before anything is known of the model's speed
 _LONGEST_CHUNK = 2048
+_LONGEST_LOGITS_CHUNK = 64  # logits of 256Ki tokens in 32 bits: 64 MB, and some copies of them
 _MOST_STEPS = 1 << 32
 _IDLE_WAIT_S = 0.05
 _IDLE_CHUNK_S = 1.0  # without running streams: how long a chunk may keep an abort waiting
@@ -456,7 +465,8 @@ class Scheduler:
         tokens = self._chunk_time.tokens_within(seconds, row.position)
         if tokens is None:
             tokens = _FIRST_CHUNK
-        size = min(max(tokens, _FIRST_CHUNK), _LONGEST_CHUNK, row.remaining)
+        longest = _LONGEST_LOGITS_CHUNK if row.request.lacks_prompt_logprobs else _LONGEST_CHUNK
+        size = min(max(tokens, _FIRST_CHUNK), longest, row.remaining)
         stop = self._with_cache(row, partial(self._chunk_end, row))
         return size if stop is None else min(size, stop - row.position)
 
@@ -470,15 +480,33 @@ class Scheduler:
         end, vision = row.position + size, row.request.vision
         if vision is not None and not vision.prepare(row.position, end, self._wait_s):
             return
-        started = time.monotonic()
-        self._runner.prefill(row.tokens[row.position : end], row.caches, row.position, vision)
-        self._chunk_time.observe(size, row.position, time.monotonic() - started)
+        if row.request.lacks_prompt_logprobs:
+            self._compute_logprobs(row, end)
+        else:
+            started = time.monotonic()
+            self._runner.prefill(row.tokens[row.position : end], row.caches, row.position, vision)
+            self._chunk_time.observe(size, row.position, time.monotonic() - started)
         if self._grid is not None and row.exact_upto == row.position and self._grid.floor(end) == end:
             row.exact_upto = end
         row.position = end
         row.request.stats.prefilled_tokens = min(end, len(row.request.prompt) - 1)
         self.stats.prefilled_tokens += size
         self._store(row, row.tokens[:end], row.caches)
+
+    def _compute_logprobs(self, row: _Row, end: int) -> None:
+        """Prefills up to `end` for the log-probabilities of the tokens that follow each.
+
+        After a pause it computes again what was computed before; those log-probabilities are there already.
+        """
+        request, start = row.request, row.position
+        logits = self._runner.prefill_logits(row.tokens[start:end], row.caches, start, request.vision)
+        done = len(request.prompt_logprobs)
+        first, stop = max(start, done), min(end, len(request.prompt) - 1)
+        if first < stop:
+            best = request.sampling.top_logprobs or 0
+            following = request.prompt[first + 1 : stop + 1]
+            request.prompt_logprobs += logprobs_of_tokens(logits[first - start : stop - start], following, best)
+        mx.clear_cache()
 
     @property
     def _wait_s(self) -> float:

@@ -394,6 +394,23 @@ def test_a_paused_request_goes_on_where_it_was(runner):
     ]
 
 
+def test_the_logprobs_of_a_prompt_outlast_a_pause_in_its_prefill(runner):
+    tokens = prompt(300, seed=7)
+    alone = Bench(runner, DictStore())
+    whole = alone.ask(tokens, prompt_logprobs=True).prompt_logprobs
+    assert len(whole) == 299 and all(len(one.top) == 2 for one in whole)
+    bench = Bench(runner, DictStore())
+    bench.add(prompt(50, seed=1), max_tokens=60)
+    bench.scheduler.step()
+    request = bench.add(tokens, prompt_logprobs=True)
+    while not request.prompt_logprobs:
+        bench.scheduler.step()
+    assert bench.scheduler.pause_newest() and request.state is RequestState.PAUSED
+    bench.run()
+    assert [one.logprob for one in request.prompt_logprobs] == pytest.approx([one.logprob for one in whole], abs=1e-3)
+    assert bench.store.pinned == {}
+
+
 def test_a_paused_request_can_be_aborted(runner):
     bench = Bench(runner, DictStore())
     requests = [bench.add(prompt(50, seed=i), max_tokens=60) for i in range(2)]

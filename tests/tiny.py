@@ -103,6 +103,15 @@ class TinyRunner:
         self.decoder(mx.array([tokens]), cache=caches)
         layer_state.evaluate(caches)
 
+    def prefill_logits(
+        self, tokens: Sequence[int], caches: list[Any], start: int = 0, vision: PromptVision | None = None
+    ) -> mx.array:
+        assert vision is None
+        self.computed += len(tokens)
+        self.chunks.append((caches[0].offset, len(tokens)))
+        layer_state.settle(caches)
+        return self.decoder(mx.array([tokens]), cache=caches)[0]
+
     def logits(self, token: int, caches: list[Any], start: int = 0, vision: PromptVision | None = None) -> mx.array:
         self.computed += 1
         layer_state.settle(caches)

@@ -28,6 +28,7 @@ from omlx.api.events import (
     TokenText,
     ToolCall,
     Usage,
+    prompt_token_texts,
     token_text,
 )
 from omlx.engine.detokenize import TextDelta, TextEngine, stream_text
@@ -42,7 +43,8 @@ class Generation:
     """The work for one answer: a request for each choice, in their order, `per_prompt` of them for each prompt.
 
     `echoes` are texts that come before the choices of each prompt. `continues_prompt`: the answers go on in the middle
-    of the prompt's text. `stop` strings end a choice.
+    of the prompt's text. `stop` strings end a choice. `prompt_only`: a choice is its echo alone; the one token that the
+    engine needs to generate is left out.
     """
 
     requests: tuple[Request, ...]
@@ -50,6 +52,7 @@ class Generation:
     per_prompt: int = 1
     continues_prompt: bool = False
     echoes: tuple[str, ...] = ()
+    prompt_only: bool = False
 
     @property
     def prompts(self) -> tuple[Request, ...]:
@@ -135,8 +138,9 @@ class _ChoiceRun:
         self._model = model
         self._request = generation.requests[index]
         self._parser = AnswerParser(generation.form, self._request.sampling.stop, index)
-        self._echo = generation.echo(index)
-        self._tokens = _Tokens(engine.tokenizer, self._request.sampling.top_logprobs is not None, len(self._echo))
+        self._echoes = bool(generation.echoes)
+        shift = len(generation.echo(index))
+        self._tokens = _Tokens(engine.tokenizer, self._request.sampling.top_logprobs is not None, shift)
 
     @property
     def reasoning_tokens(self) -> int:
@@ -148,7 +152,10 @@ class _ChoiceRun:
             context = self._request.prompt if self._generation.continues_prompt else ()
             async with aclosing(stream_text(self._engine, self._request, context=context)) as deltas:
                 async for delta in deltas:
-                    for event in self._events_of(delta):
+                    if self._echoes:
+                        self._echoes = False
+                        yield await asyncio.to_thread(self._echo)
+                    for event in () if self._generation.prompt_only else self._events_of(delta):
                         yield event
                     if reason := self._reason(delta):
                         outcome = reason
@@ -168,12 +175,16 @@ class _ChoiceRun:
         if delta.finish_reason:
             found += self._parser.finish(cut=delta.finish_reason == "length")
         pieces = [self._piece(part) for part in found]
-        if self._echo and (pieces or delta.finish_reason):
-            pieces.insert(0, TextPiece(self._echo, (), self._index))
-            self._echo = ""
         if delta.finish_reason and not self._parser.done:
             pieces += self._left_over()
         return pieces
+
+    def _echo(self) -> TextPiece:
+        """The prompt's text, as a piece of the answer; in a thread, since a long prompt has many tokens."""
+        text, request = self._generation.echo(self._index), self._request
+        wanted = request.sampling.prompt_logprobs
+        tokens = prompt_token_texts(self._engine.tokenizer, request, text) if wanted else ()
+        return TextPiece(text, tokens, self._index)
 
     def _piece(self, part: Found) -> Piece:
         if not isinstance(part, Span):

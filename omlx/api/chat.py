@@ -172,6 +172,8 @@ AUTO = ToolChoice()
 
 P = ParamSpec("P")
 
+MOST_LOGPROBS = 200_000  # of a prompt's tokens, alternatives included
+
 _PROMPT_THREADS = 4
 _prompt_threads: dict[str, ThreadPoolExecutor] = {}  # by the names of the models that were used
 
@@ -201,7 +203,8 @@ class ChatRequest:
     """What a client asks for, whatever dialect it spoke.
 
     `prompt` is a conversation, or text or token ids to be continued; `more_prompts` are further ones of the latter,
-    answered side by side. Each prompt gets `n` choices. `echo`: a choice begins with its prompt's text.
+    answered side by side. Each prompt gets `n` choices. `echo`: a choice begins with its prompt's text. `prompt_only`:
+    nothing follows it.
     `sampling.max_tokens` 0 means as many as fit; more than fit are as many as fit. `prompt_field` is the dialect's name
     of the prompt, `format_field` the one of what `output_format` comes from. `key_name` is the API key's, "" where
     none is asked for. `unset`: fields of `sampling` that the client left out, for which the model may have defaults.
@@ -217,6 +220,7 @@ class ChatRequest:
     more_prompts: tuple[str | list[int], ...] = ()
     n: int = 1
     echo: bool = False
+    prompt_only: bool = False
     tool_choice: ToolChoice = AUTO
     output_format: OutputFormat | None = None
     format_field: str = "response_format"
@@ -247,6 +251,8 @@ async def make_request(engine: Engine, asked: ChatRequest, request_id: str) -> R
     if not tokens:
         raise BadRequest("the prompt is empty", param=asked.prompt_field)
     _check_bias(engine, asked.sampling)
+    if asked.sampling.prompt_logprobs:
+        _check_logprobs(asked, len(tokens))
     defaults = {name: value for name, value in engine.sampling_defaults.items() if name in asked.unset}
     sampling = replace(asked.sampling, max_tokens=_fitting(engine, asked, len(tokens)), **defaults)
     return Request(
@@ -431,6 +437,17 @@ def _fitting(engine: Engine, asked: ChatRequest, prompt_tokens: int) -> int:
         code="context_length_exceeded",
         too_long=(prompt_tokens, limit),
     )
+
+
+def _check_logprobs(asked: ChatRequest, tokens: int) -> None:
+    """All log-probabilities of a prompt are in memory at a time, and in one answer."""
+    values = tokens * (1 + (asked.sampling.top_logprobs or 0))
+    if values > MOST_LOGPROBS:
+        raise BadRequest(
+            f"logprobs: {tokens} prompt tokens with {asked.sampling.top_logprobs} alternatives each are {values} "
+            f"values; the limit is {MOST_LOGPROBS}. Send a shorter prompt or ask for fewer alternatives.",
+            param="logprobs",
+        )
 
 
 def _check_bias(engine: Engine, sampling: SamplingParams) -> None:

@@ -4,9 +4,9 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from omlx.engine.detokenize import REPLACEMENT
+from omlx.engine.detokenize import REPLACEMENT, token_offsets
 from omlx.errors import BadRequest, ModelError, NotFound, OmlxError, Overloaded
-from omlx.request import TokenOutput
+from omlx.request import Request, TokenOutput
 
 # What SentencePiece vocabularies write for a space.
 _SPACE = "\u2581"
@@ -16,12 +16,13 @@ _SPACE = "\u2581"
 class TokenText:
     """One token for people: its text, its bytes, its natural log-probability.
 
-    `offset` counts the characters of the answer before it, `top` are the likeliest tokens there.
+    `offset` counts the characters of the answer before it, `top` are the likeliest tokens there. The first token of a
+    prompt has no log-probability.
     """
 
     text: str
     data: bytes
-    logprob: float
+    logprob: float | None
     offset: int = 0
     top: tuple["TokenText", ...] = ()
 
@@ -217,6 +218,22 @@ def token_text(tokenizer: Any, output: TokenOutput, offset: int) -> TokenText:
     top = tuple(TokenText(*spell(tokenizer, token), logprob) for token, logprob in output.top_logprobs)
     logprob = output.logprob if output.logprob is not None else 0.0
     return TokenText(*spell(tokenizer, output.token), logprob, offset, top)
+
+
+def prompt_token_texts(tokenizer: Any, request: Request, text: str) -> tuple[TokenText, ...]:
+    """The tokens of a prompt, whose `text` is given back, with their log-probabilities. Slow for a long prompt.
+
+    Special tokens that the tokenizer put around the text have their places at its ends.
+    """
+    offsets, whole = token_offsets(tokenizer, request.prompt)
+    before = max(whole.find(text), 0)
+    tokens = []
+    for index, (token, offset) in enumerate(zip(request.prompt, offsets, strict=True)):
+        known = request.prompt_logprobs[index - 1] if index else None
+        top = tuple(TokenText(*spell(tokenizer, best), value) for best, value in known.top) if known else ()
+        place = min(max(offset - before, 0), len(text))
+        tokens.append(TokenText(*spell(tokenizer, token), known.logprob if known else None, place, top))
+    return tuple(tokens)
 
 
 def spell(tokenizer: Any, token: int | None) -> tuple[str, bytes]:

@@ -42,6 +42,7 @@ async def make_generation(engine: Engine, asked: ChatRequest, request_id: str) -
         asked.n,
         asked.continues_prompt,
         tuple(_text_of(engine, prompt) for prompt in prompts) if asked.echo else (),
+        asked.prompt_only,
     )
 
 
@@ -113,7 +114,9 @@ def _choice(first: Request, request_id: str, base: int, k: int) -> Request:
     sampling = replace(first.sampling, seed=None if seed is None else seed + k)
     name = _choice_id(request_id, base + k)
     vision = None if first.vision is None else first.vision.again()
-    return replace(first, request_id=name, sampling=sampling, stats=RequestStats(), vision=vision)
+    return replace(
+        first, request_id=name, sampling=sampling, stats=RequestStats(), vision=vision, prompt_logprobs=[]
+    )
 
 
 def answer_form(engine: Engine, asked: ChatRequest, prompt: list[int]) -> AnswerFormat:

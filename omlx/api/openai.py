@@ -60,14 +60,29 @@ def parse_chat(body: dict[str, Any]) -> tuple[ChatRequest, "ChatDialect"]:
 def parse_completion(body: dict[str, Any]) -> tuple[ChatRequest, "CompletionDialect"]:
     """A body of POST /v1/completions. Raises BadRequest, which names the field."""
     fields = validated(CompletionBody, body)
-    if fields.echo and fields.logprobs is not None:
-        raise BadRequest("echo: not together with logprobs: those of a prompt are not computed", param="echo")
+    if fields.max_tokens == 0 and not fields.echo:
+        raise BadRequest("max_tokens: must be at least 1 without echo", param="max_tokens")
     if fields.best_of not in (None, fields.n or 1):
         raise BadRequest("best_of: only as many as n", param="best_of")
     first, *more = _prompts(fields)
     request = _request(fields, first, fields.logprobs, "prompt")
-    request = replace(request, more_prompts=tuple(more), echo=bool(fields.echo))
+    if fields.echo:
+        request = _echoing(request, fields)
+    request = replace(request, more_prompts=tuple(more))
     return request, CompletionDialect(fields, fields.logprobs is not None)
+
+
+def _echoing(request: ChatRequest, fields: CompletionBody) -> ChatRequest:
+    """The request for a prompt's text and log-probabilities before the answer.
+
+    Where at most one token was asked for it is listed even if it ends the text: lm-eval counts the tokens from the end.
+    """
+    prompt_only = fields.max_tokens == 0 and fields.max_completion_tokens is None
+    logprobs = fields.logprobs is not None
+    sampling = replace(request.sampling, prompt_logprobs=logprobs)
+    if prompt_only or (logprobs and sampling.max_tokens == 1):
+        sampling = replace(sampling, max_tokens=1, ignore_eos=True)
+    return replace(request, sampling=sampling, echo=True, prompt_only=prompt_only)
 
 
 def error_body(fault: Fault) -> dict[str, Any]:
@@ -344,9 +359,19 @@ class CompletionDialect(OpenAIDialect):
         return {
             "tokens": [token.text for token in tokens],
             "token_logprobs": [_finite(token.logprob) for token in tokens],
-            "top_logprobs": [{best.text: _finite(best.logprob) for best in (*token.top, token)} for token in tokens],
+            "top_logprobs": [_best(token) for token in tokens],
             "text_offset": [token.offset for token in tokens],
         }
+
+
+def _best(token: TokenText) -> dict[str, float | None] | None:
+    """The likeliest tokens and the chosen one; None for the first token of a prompt, which nothing precedes."""
+    if token.logprob is None:
+        return None
+    best: dict[str, float | None] = {}
+    for one in (*token.top, token):
+        best.setdefault(one.text, _finite(one.logprob))  # of two tokens with one text the likelier counts
+    return best
 
 
 def usage_body(usage: Usage) -> dict[str, Any]:
@@ -383,8 +408,8 @@ def _token(token: TokenText) -> dict[str, Any]:
     return {"token": token.text, "logprob": _finite(token.logprob), "bytes": list(token.data)}
 
 
-def _finite(logprob: float) -> float:
-    return logprob if math.isfinite(logprob) else _LOWEST_LOGPROB
+def _finite(logprob: float | None) -> float | None:
+    return logprob if logprob is None or math.isfinite(logprob) else _LOWEST_LOGPROB
 
 
 def _frame(body: dict[str, Any]) -> str:

@@ -241,6 +241,7 @@ class CompletionBody(GenerationBody):
     prompt: str | TokenIds | Texts | ListOfTokenIds
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS), Whole] | None = None
     echo: bool | None = None
+    max_tokens: Annotated[int | None, Field(ge=0, le=2**31 - 1), BeforeValidator(lenient.token_limit)] = None
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES), Whole] | None = None
 
 

@@ -113,6 +113,16 @@ def continued_text(tokenizer: Tokenizer, tokens: list[int]) -> str:
     return text[: len(text) - _Decoder(tokenizer, tokens).held]
 
 
+def token_offsets(tokenizer: Tokenizer, tokens: Sequence[int]) -> tuple[list[int], str]:
+    """The characters before each token, and the text of all; a token inside a character begins where that does."""
+    decoder, texts, offsets, count = _Decoder(tokenizer, ()), [], [], 0
+    for token in tokens:
+        offsets.append(count)
+        texts.append(decoder.push(token))
+        count += len(texts[-1])
+    return offsets, "".join(texts)
+
+
 class TextStream:
     """The text of one answer, token by token.
 

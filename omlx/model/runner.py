@@ -47,6 +47,11 @@ class ModelRunner(Protocol):
     ) -> None:
         """Appends `tokens` to the caches; returns when their state is computed."""
 
+    def prefill_logits(
+        self, tokens: Sequence[int], caches: list[Any], start: int = 0, vision: PromptVision | None = None
+    ) -> mx.array:
+        """The same, and gives the logits (tokens, vocab) that follow each token, not evaluated yet."""
+
     def logits(self, token: int, caches: list[Any], start: int = 0, vision: PromptVision | None = None) -> mx.array:
         """Appends one token; the logits (1, vocab) that follow it, not evaluated yet."""
 
@@ -127,6 +132,14 @@ class TextRunner:
         # What the pass worked with: on a GPU MLX keeps it for later arrays of the same size, and
         # chunks differ in size.
         mx.clear_cache()
+
+    def prefill_logits(
+        self, tokens: Sequence[int], caches: list[Any], start: int = 0, vision: PromptVision | None = None
+    ) -> mx.array:
+        layer_state.settle(caches)
+        logits = self._forward(tokens, caches, start, vision)[0]
+        layer_state.evaluate(caches)
+        return logits
 
     def logits(self, token: int, caches: list[Any], start: int = 0, vision: PromptVision | None = None) -> mx.array:
         layer_state.settle(caches)

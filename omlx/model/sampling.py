@@ -7,7 +7,7 @@ from collections.abc import Callable
 import mlx.core as mx
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, greedy_sampler, make_logits_processors
 
-from omlx.request import SamplingParams
+from omlx.request import SamplingParams, TokenLogprob
 
 Sampler = Callable[[mx.array], mx.array]
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
@@ -107,3 +107,20 @@ def pick_logprobs(row: mx.array, token: int, best: int) -> tuple[float, tuple[tu
     values = row[ids]
     pairs = sorted(zip(ids.tolist(), values.tolist(), strict=True), key=lambda pair: (-pair[1], pair[0]))
     return float(row[token].item()), tuple(pair for pair in pairs if pair[1] > -math.inf)
+
+
+def logprobs_of_tokens(logits: mx.array, tokens: list[int], best: int) -> list[TokenLogprob]:
+    """Of each of `tokens`, given the logits (len(tokens), vocab) that precede it, with the `best` most likely ones."""
+    logprobs = logits.astype(mx.float32)
+    logprobs = logprobs - mx.logsumexp(logprobs, axis=-1, keepdims=True)
+    own = mx.take_along_axis(logprobs, mx.array(tokens)[:, None], axis=-1)[:, 0].tolist()
+    best = min(best, logits.shape[-1])
+    if not best:
+        return [TokenLogprob(value) for value in own]
+    ids = mx.argpartition(-logprobs, kth=best - 1, axis=-1)[:, :best]
+    values = mx.take_along_axis(logprobs, ids, axis=-1)
+    rows = zip(own, ids.tolist(), values.tolist(), strict=True)
+    return [
+        TokenLogprob(value, tuple(sorted(zip(row, row_values, strict=True), key=lambda pair: (-pair[1], pair[0]))))
+        for value, row, row_values in rows
+    ]

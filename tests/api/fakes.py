@@ -12,7 +12,7 @@ from typing import Any
 
 from omlx.errors import BadRequest, EngineError, NotFound, OmlxError
 from omlx.model.grammar import Grammars
-from omlx.request import GrammarMatcher, GrammarSpec, Request, RequestState, TokenOutput
+from omlx.request import GrammarMatcher, GrammarSpec, Request, RequestState, TokenLogprob, TokenOutput
 from tests.small_tokenizers import byte_level
 
 REPLY = "Grüße, 世界 😀 done"
@@ -86,6 +86,10 @@ class FakeEngine:
         for step in range(4):
             request.stats.prefilled_tokens = len(request.prompt) * step // 4
             await self._pause(self.prefill_s / 4)
+        if request.lacks_prompt_logprobs:
+            best = request.sampling.top_logprobs or 0
+            tops = [tuple((token + at, -0.25 - at) for at in range(best)) for token in request.prompt[1:]]
+            request.prompt_logprobs += [TokenLogprob(-0.25, top) for top in tops]
         request.stats.first_token = time.monotonic()
         request.stats.prefilled_tokens = len(request.prompt)
 

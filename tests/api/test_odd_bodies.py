@@ -140,7 +140,6 @@ COMPLETION_ONLY = [
     ({"logprobs": True}, "logprobs"),
     ({"logprobs": 21}, "logprobs"),
     ({"echo": "yes"}, "echo"),
-    ({"echo": True, "logprobs": 1}, "echo"),
     ({"best_of": 2}, "best_of"),
     ({"suffix": "x"}, "suffix"),
 ]
