@@ -1,19 +1,25 @@
 """The images of a request: fetched, decoded and checked before its prompt is made."""
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import replace
+from asyncio import AbstractEventLoop
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
+from weakref import WeakKeyDictionary
 
 from omlx.api.chat import ChatPrompt, ChatRequest, Engine, ImagePart
-from omlx.errors import BadRequest
-from omlx.model.images import Picture, decoders, read_picture
+from omlx.errors import BadRequest, Overloaded
+from omlx.model.images import DECODERS, Picture, decoders, read_picture
 from omlx.sizes import format_size
 
 MAX_IMAGES = 64
 MAX_TOTAL_BYTES = 64 << 20  # of the images of one request, wherever they come from
 _FETCHES = 8  # of one request, at a time
+MAX_WAITING = 512  # images of one API key that are fetched and not decoded yet
 
 
 class Source(Protocol):
@@ -32,15 +38,15 @@ async def with_pictures(engine: Engine, asked: ChatRequest, source: Source) -> C
         raise BadRequest(f"{first}: model {engine.name!r} takes no images", param=first, code="unsupported_parameter")
     if len(prompt.images) > MAX_IMAGES:
         raise BadRequest(f"{len(prompt.images)} images are more than {MAX_IMAGES}", param=asked.prompt_field)
-    pictures = tuple(await _read_all(prompt.images, source))
+    pictures = tuple(await _read_all(prompt.images, source, asked.key_name))
     # Without the URLs, which may hold megabytes that are not needed while the answer is made.
     images = tuple(image._replace(url="") for image in prompt.images)
     return replace(asked, prompt=replace(prompt, images=images, pictures=pictures))
 
 
-async def _read_all(images: Sequence[ImagePart], source: Source) -> list[Picture]:
+async def _read_all(images: Sequence[ImagePart], source: Source, key_name: str) -> list[Picture]:
     """In order; the first that fails fails all, and what else is under way is given up."""
-    reading = _Reading(source)
+    reading = _Reading(source, key_name)
     tasks = [asyncio.create_task(reading.read(image)) for image in images]
     try:
         return [await task for task in tasks]
@@ -53,7 +59,9 @@ async def _read_all(images: Sequence[ImagePart], source: Source) -> list[Picture
 class _Reading:
     """The images of one request on their way, and how many bytes they are so far."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: Source, key_name: str) -> None:
+        self.key_name = key_name
+        self.served = 0  # the number that the last image of this request had among all that were decoded
         self._source = source
         self._turns = asyncio.Semaphore(_FETCHES)
         self._bytes = 0
@@ -66,10 +74,91 @@ class _Reading:
                 data = await self._source.fetch(image.url)
                 self._bytes += len(data)
                 self._check_bytes()
-                return await asyncio.get_running_loop().run_in_executor(decoders, partial(read_picture, data))
+                return await _decoding().run(self, partial(read_picture, data))
         except BadRequest as error:
             raise BadRequest(f"{image.place}: {error}", param=image.place) from None
 
     def _check_bytes(self) -> None:
         if self._bytes > MAX_TOTAL_BYTES:
             raise BadRequest(f"the images of a request may have {format_size(MAX_TOTAL_BYTES)} together")
+
+
+class Client(Protocol):
+    """A request that has images decoded."""
+
+    key_name: str
+    served: int
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    client: Client
+    work: Callable[[], Picture]
+    result: "asyncio.Future[Picture]"
+
+
+class Decoding:
+    """Hands images to the decoders' threads, in turn among API keys and among each key's requests.
+
+    So nobody waits for more than the images that are being decoded and one of each other client, however many those
+    send. For one thread: the event loop's.
+    """
+
+    def __init__(self, loop: AbstractEventLoop) -> None:
+        self._loop = loop
+        self._waiting: list[_Job] = []
+        self._running: Counter[str] = Counter()  # by key
+        self._served: Counter[str] = Counter()  # by key, the number that its last image had
+        self._started = 0
+
+    async def run(self, client: Client, work: Callable[[], Picture]) -> Picture:
+        """The result of `work` in one of the decoders' threads. Raises what that raised, and Overloaded."""
+        if sum(job.client.key_name == client.key_name for job in self._waiting) >= MAX_WAITING:
+            raise Overloaded(f"{MAX_WAITING} images of this API key wait to be decoded; try again later")
+        job = _Job(client, work, self._loop.create_future())
+        self._waiting.append(job)
+        self._start()
+        try:
+            return await job.result
+        finally:
+            if job in self._waiting:
+                self._waiting.remove(job)
+
+    def _start(self) -> None:
+        while self._waiting and self._running.total() < DECODERS:
+            job = min(self._waiting, key=self._turn)
+            self._waiting.remove(job)
+            self._started += 1
+            self._running[job.client.key_name] += 1
+            self._served[job.client.key_name] = job.client.served = self._started
+            decoders.submit(job.work).add_done_callback(partial(self._report, job))
+
+    def _turn(self, job: _Job) -> tuple[int, int, int]:
+        key = job.client.key_name
+        return self._running[key], self._served[key], job.client.served
+
+    def _report(self, job: _Job, done: "Future[Picture]") -> None:
+        """Called in the decoder's thread. The place of an image whose client left is free only now, too."""
+        with suppress(RuntimeError):  # the event loop is closed: nobody waits any more
+            self._loop.call_soon_threadsafe(self._finish, job, done)
+
+    def _finish(self, job: _Job, done: "Future[Picture]") -> None:
+        self._running[job.client.key_name] -= 1
+        if not job.result.done():
+            error = done.exception()
+            if error is None:
+                job.result.set_result(done.result())
+            else:
+                job.result.set_exception(error)
+        self._start()
+
+
+# One for each event loop, of which a server has one.
+_of_loops: "WeakKeyDictionary[AbstractEventLoop, Decoding]" = WeakKeyDictionary()
+
+
+def _decoding() -> Decoding:
+    loop = asyncio.get_running_loop()
+    if loop not in _of_loops:
+        _of_loops[loop] = Decoding(loop)
+    return _of_loops[loop]

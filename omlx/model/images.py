@@ -1,7 +1,8 @@
 """Pictures as clients send them: bytes that are checked, decoded within bounds, and named by their pixels.
 
-What a picture declares of itself is checked before anything of it is decoded. Its pixels are not kept: a request that
-waits holds the encoded bytes, and they are decoded again when the encoder wants them.
+What a picture declares of itself is checked before anything of it is decoded, and only the parts of the file that its
+pixels are made of are decoded and kept (`image_header`). Its pixels are not kept: a request that waits holds the
+encoded bytes, and they are decoded again when the encoder wants them.
 
 Decoding takes at most 12 bytes for each pixel of the file (16 for WebP, of which fewer are allowed) and MORE_MEMORY.
 """
@@ -16,29 +17,20 @@ from dataclasses import dataclass, field
 from io import BytesIO
 
 import numpy as np
-from PIL import ExifTags, Image
+from PIL import Image
 
 from omlx.errors import BadRequest, Overloaded
-from omlx.model.image_header import (
-    FORMATS,
-    MAX_BYTES,
-    MAX_SIDE,
-    ImageHeader,
-    check_bytes,
-    check_scans,
-    check_size,
-    read_header,
-)
+from omlx.model.image_header import FORMATS, MAX_BYTES, MAX_SIDE, EncodedImage, check_size, read_image
 
-__all__ = ["FORMATS", "MAX_BYTES", "MAX_SIDE", "MORE_MEMORY", "Picture", "decoders", "read_picture"]
+__all__ = ["DECODERS", "FORMATS", "MAX_BYTES", "MAX_SIDE", "MORE_MEMORY", "Picture", "decoders", "read_picture"]
 
-# Bytes on top of what goes by pixels: the file's own, what Pillow takes for the texts of a PNG (64 MB at most), a band,
-# and the last 4 of a WebP pixel's 16.
+# Bytes on top of what goes by pixels: the file's own, twice, a band, and the last 4 of a WebP pixel's 16.
 MORE_MEMORY = 128 << 20
 
 # Everybody decodes here, so two pictures at a time in the whole process. What is freed stays with the thread that freed
 # it for a while: eight threads, even if one after the other, grew by three times as much as these two.
-decoders = ThreadPoolExecutor(2, thread_name_prefix="omlx-decode")
+DECODERS = 2
+decoders = ThreadPoolExecutor(DECODERS, thread_name_prefix="omlx-decode")
 
 # Pictures are converted and hashed so many pixels at a time: little memory, and other threads get their turn between.
 _BAND_PIXELS = 1 << 20
@@ -79,7 +71,7 @@ class Picture:
     container, under another name.
     """
 
-    encoded: bytes = field(repr=False)
+    encoded: EncodedImage = field(repr=False)
     size: tuple[int, int]
     pixel_digest: bytes
 
@@ -94,23 +86,20 @@ def read_picture(data: bytes) -> Picture:
     Raises BadRequest, which does not say which image it was, for what is too large, damaged or no image, and
     Overloaded if there is no memory for it.
     """
-    check_bytes(len(data))
-    header = read_header(data)
-    check_size(header)
-    check_scans(header, data)
-    pixels = _decoded(data)
-    return Picture(data, pixels.size, _digest(pixels))
+    image = read_image(data)
+    pixels = _decoded(image)
+    return Picture(image, pixels.size, _digest(pixels))
 
 
-def _decoded(data: bytes) -> Image.Image:
-    form = read_header(data).format
+def _decoded(image: EncodedImage) -> Image.Image:
+    form = image.format
     _ignore_warnings()
     try:
-        with Image.open(BytesIO(data), formats=[form]) as picture:
+        with Image.open(BytesIO(image.data), formats=[form]) as picture:
             # The first frame of a GIF may be larger than its header says.
-            check_size(ImageHeader(form, *picture.size))
+            check_size(form, picture.size)
             picture.load()
-            pixels = _upright(_as_rgb(picture, form), _orientation(picture))
+            pixels = _upright(_as_rgb(picture, form), image.orientation)
     except MemoryError:
         raise Overloaded("there is no memory to decode the image; try again later") from None
     except _DAMAGED as error:
@@ -129,14 +118,6 @@ def _ignore_warnings() -> None:
 
 def _reason(error: Exception) -> str:
     return " ".join(str(error).split())[:100] or type(error).__name__
-
-
-def _orientation(picture: Image.Image) -> int:
-    """EXIF's orientation; 1, upright, where there is none that makes sense."""
-    try:
-        return int(picture.getexif().get(ExifTags.Base.Orientation, 1))
-    except _DAMAGED:
-        return 1
 
 
 def _upright(pixels: Image.Image, orientation: int) -> Image.Image:

@@ -14,8 +14,8 @@ from PIL import Image
 from omlx.api import openai
 from omlx.api.chat import ChatPrompt, ChatRequest, prompt_tokens
 from omlx.api.image_source import ImageSource
-from omlx.api.pictures import MAX_IMAGES, MAX_TOTAL_BYTES, with_pictures
-from omlx.errors import BadPicture, BadRequest
+from omlx.api.pictures import MAX_IMAGES, MAX_TOTAL_BYTES, MAX_WAITING, Decoding, with_pictures
+from omlx.errors import BadPicture, BadRequest, Overloaded
 from omlx.model.images import MAX_BYTES, Picture, decoders
 from omlx.server import create_app
 from omlx.settings import Settings
@@ -178,6 +178,68 @@ async def test_others_go_on_while_pictures_are_decoded() -> None:
     gate.set()
     assert isinstance((await waiting).prompt, ChatPrompt)
     assert all(work.result() for work in blocking)
+
+
+@dataclass(eq=False)
+class Client:
+    key_name: str
+    served: int = 0
+
+
+async def test_images_of_one_client_do_not_hold_up_those_of_others() -> None:
+    """Two slots, as many images as there are threads; each key has its turn, and each request of a key."""
+    decoding = Decoding(asyncio.get_running_loop())
+    order: list[str] = []
+
+    def decoded(name: str) -> Any:
+        return lambda: order.append(name)
+
+    flood, more, other = Client("a"), Client("a"), Client("b")
+    work = [decoding.run(flood, decoded("flood")) for _ in range(40)]
+    work += [decoding.run(more, decoded("more")) for _ in range(2)] + [decoding.run(other, decoded("other"))]
+    await asyncio.gather(*work)
+    assert len(order) == 43
+    # Besides what runs already (and may end in any order), at most one of every other client comes first.
+    assert order.index("other") <= 4 and order.index("more") <= 6
+
+
+async def test_images_of_a_client_that_left_are_not_decoded_and_its_slots_are_free_again() -> None:
+    decoding, gate = Decoding(asyncio.get_running_loop()), threading.Event()
+    left, stays = Client(""), Client("")
+    done: list[str] = []
+    tasks = [asyncio.create_task(decoding.run(left, lambda: done.append("left") or gate.wait(20))) for _ in range(9)]
+    await asyncio.sleep(0)
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+    waiting = asyncio.create_task(decoding.run(stays, lambda: done.append("stays")))
+    await asyncio.sleep(0)
+    gate.set()
+    await waiting
+    assert done.count("left") == 2 and done[-1] == "stays"
+
+
+async def test_more_images_than_may_wait_are_refused_for_their_key_alone() -> None:
+    decoding, gate = Decoding(asyncio.get_running_loop()), threading.Event()
+    flood = [asyncio.create_task(decoding.run(Client("a"), lambda: gate.wait(20))) for _ in range(MAX_WAITING + 3)]
+    await asyncio.sleep(0)
+    other = asyncio.create_task(decoding.run(Client("b"), lambda: "decoded"))
+    await asyncio.sleep(0)
+    gate.set()
+    results = await asyncio.gather(*flood, return_exceptions=True)
+    assert sum(isinstance(result, Overloaded) for result in results) == 1
+    assert await other == "decoded"
+
+
+async def test_an_image_that_cannot_be_read_fails_its_own_request_and_frees_its_slot() -> None:
+    decoding = Decoding(asyncio.get_running_loop())
+
+    def fail() -> Any:
+        raise BadRequest("damaged")
+
+    for _ in range(5):
+        with pytest.raises(BadRequest):
+            await decoding.run(Client("a"), fail)
 
 
 async def test_what_is_under_way_is_given_up_with_the_request() -> None:

@@ -240,9 +240,116 @@ def test_too_many_bytes():
     assert "20 MB" in refused(bytes(MAX_BYTES + 1))
 
 
-def test_texts_in_a_png_that_unpack_to_much_are_refused():
-    bomb = b"Comment\0\0" + zlib.compress(bytes(80_000_000), 9)
-    refused(declared(8, 8, *[chunk(b"zTXt", bomb)] * 3))
+# ---- files of many parts: what pixels do not need is neither decoded nor kept
+
+
+PNG, JPEG, GIF, WEBP = (encoded(gradient(), form) for form in ("PNG", "JPEG", "GIF", "WEBP"))
+MANY = 70_000
+GIF_START = 13 + (3 << ((GIF[10] & 7) + 1))
+EXTENDED = b"VP8X\x0a\0\0\0\x2c\0\0\0" + (39).to_bytes(3, "little") + (29).to_bytes(3, "little")
+
+
+def in_png(*chunks: bytes) -> bytes:
+    """After the header, where texts, profiles and the like are."""
+    return PNG[:33] + b"".join(chunks) + PNG[33:]
+
+
+def in_jpeg(more: bytes, data: bytes = JPEG) -> bytes:
+    return data[:2] + more + data[2:]
+
+
+def in_gif(more: bytes) -> bytes:
+    return GIF[:GIF_START] + more + GIF[GIF_START:]
+
+
+def in_webp(before: bytes = b"", after: bytes = b"") -> bytes:
+    body = b"WEBP" + EXTENDED + before + WEBP[12:] + after
+    return b"RIFF" + struct.pack("<I", len(body)) + body
+
+
+def exif_bomb(orientation: int = 1, tags: int = 20_000, nbytes: int = 1 << 20) -> bytes:
+    """20 GB for a reader that copies out what each tag refers to: all of them to the same megabyte."""
+    entries = [struct.pack(">HHIHH", 0x0112, 3, 1, orientation, 0)]
+    entries += [struct.pack(">HHII", 0x1000 + tag, 7, nbytes, 0) for tag in range(tags)]
+    return b"MM\0*\0\0\0\x08" + struct.pack(">H", len(entries)) + b"".join(entries) + bytes(nbytes)
+
+
+ZTXT = chunk(b"zTXt", b"Comment\0\0" + zlib.compress(bytes(8_000_000), 9))
+EXIF_SEGMENT = b"\xff\xe1\xff\xf0Exif\0\0" + bytes(0xFFF0 - 8)
+
+
+@pytest.mark.parametrize(
+    ("data", "plain"),
+    [
+        pytest.param(in_png(*[ZTXT] * 3), PNG, id="png texts"),
+        pytest.param(in_png(chunk(b"iCCP", b"C\0\0" + zlib.compress(bytes(9_000_000), 9))), PNG, id="png profile"),
+        pytest.param(in_png(chunk(b"eXIf", exif_bomb())), PNG, id="png exif"),
+        pytest.param(in_png(*[chunk(b"fdAT", bytes(100))] * 1000), PNG, id="png frames"),
+        pytest.param(in_png(*[chunk(b"teXt", b"")] * 30_000), PNG, id="png empty chunks"),
+        pytest.param(in_jpeg(b"\xff" * 2_000_000), JPEG, id="jpeg fill"),
+        pytest.param(JPEG[:-2] + b"\xff" * 2_000_000 + JPEG[-2:], JPEG, id="jpeg fill after the pixels"),
+        pytest.param(in_jpeg(b"\xff\xe1\0\2" * 30_000), JPEG, id="jpeg empty segments"),
+        pytest.param(in_jpeg(EXIF_SEGMENT * 100), JPEG, id="jpeg exif in parts"),
+        pytest.param(in_gif(b"!\xfe" + (b"\xff" + bytes(255)) * 30_000 + b"\0"), GIF, id="gif comment"),
+        pytest.param(in_gif(bytes(1_000_000)), GIF, id="gif zeros"),
+        pytest.param(in_webp(after=b"JUNK\0\0\0\0" * MANY), WEBP, id="webp chunks"),
+        pytest.param(in_webp(b"ICCP\x04\0\0\0abcd" * 1000), WEBP, id="webp profiles"),
+        pytest.param(in_webp(after=b"EXIF" + struct.pack("<I", len(exif_bomb())) + exif_bomb()), WEBP, id="webp exif"),
+    ],
+)
+def test_parts_that_pixels_do_not_need_are_dropped(data: bytes, plain: bytes):
+    seen = read_picture(data)
+    assert len(seen.encoded.data) <= len(plain) + 100
+    assert seen.pixel_digest == read_picture(plain).pixel_digest
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        pytest.param(in_png(*[chunk(b"teXt", b"")] * MANY), id="png chunks"),
+        pytest.param(in_png(*[chunk(b"IDAT", b"")] * MANY), id="png pixels"),
+        pytest.param(in_jpeg(b"\xff\xe1\0\2" * MANY), id="jpeg segments"),
+        pytest.param(in_jpeg(b"\xff\x01" * MANY), id="jpeg markers"),
+        pytest.param(in_gif(b"!\xfe" + b"\1a" * MANY + b"\0"), id="gif blocks of one byte"),
+        pytest.param(in_gif(b"!\xfe\0" * MANY), id="gif empty extensions"),
+    ],
+)
+def test_a_file_of_too_many_parts_is_refused(data: bytes):
+    assert "more than 65536 parts" in refused(data)
+
+
+def test_a_webp_image_is_looked_for_in_the_first_parts_only():
+    assert "damaged" in refused(in_webp(b"JUNK\0\0\0\0" * MANY))
+
+
+def test_tables_of_a_jpeg_are_bounded():
+    assert "256 KB of tables" in refused(in_jpeg((b"\xff\xdb\0\x43\0" + bytes([1]) * 64) * 5000))
+
+
+def test_scans_are_bounded_by_their_pixels():
+    def scans(count: int, side: int) -> bytes:
+        frame = b"\xff\xc2\0\x11\x08" + struct.pack(">HH", side, side) + b"\3" + bytes(9)
+        return b"\xff\xd8" + frame + b"\xff\xda\0\2" * count + b"\xff\xd9"
+
+    assert "17 scans takes too long to decode; at this size 16 are allowed" in refused(scans(17, MAX_SIDE))
+    assert "damaged" in refused(scans(17, 100))
+    assert "101 scans" in refused(scans(101, 100)) and "100 are allowed" in refused(scans(101, 100))
+
+
+@pytest.mark.parametrize("marker", [0xC3, 0xC5, 0xC9, 0xCA, 0xCC, 0xCF])
+def test_codings_that_nobody_uses_are_refused(marker: int):
+    assert "coding" in refused(JPEG.replace(b"\xff\xc0", bytes([0xFF, marker]), 1))
+
+
+@pytest.mark.parametrize("order", ["<", ">"])
+def test_orientation_is_read_in_every_format_whatever_else_the_exif_data_hold(order: str):
+    tiff = struct.pack(order + "2sHIHHHIHHI", b"II" if order == "<" else b"MM", 42, 8, 1, 0x0112, 3, 1, 6, 0, 0)
+    in_segment = b"\xff\xe1" + struct.pack(">H", len(tiff) + 8) + b"Exif\0\0" + tiff
+    for data in (
+        in_jpeg(in_segment), in_png(chunk(b"eXIf", tiff)), in_webp(after=b"EXIF" + struct.pack("<I", len(tiff)) + tiff),
+        in_png(chunk(b"eXIf", exif_bomb(6))),
+    ):  # fmt: skip
+        assert read_picture(data).size == (30, 40)
 
 
 @pytest.mark.parametrize(
