@@ -73,8 +73,8 @@ def bodies(size: int) -> dict[str, Callable[[], Body]]:
         ids = many(size // 30, lambda index: f'"{index}": 1')
         return COMPLETIONS, f'{{"model": "tiny", "max_tokens": 1, "prompt": "hi", "logit_bias": {{{ids}}}}}'.encode()
 
-    def keys() -> Body:
-        names = many(min(290_000, size // 20), lambda index: f'"key{index}": {index}')
+    def keys(count: int) -> Body:
+        names = many(min(count, size // 20), lambda index: f'"key{index}": {index}')
         return CHAT, f'{{"model": "tiny", "max_tokens": 1, {SAID}, {names}}}'.encode()
 
     def messages() -> Body:
@@ -101,10 +101,12 @@ def bodies(size: int) -> dict[str, Callable[[], Body]]:
         "numbers of 500 digits": filled(
             CHAT, f'{{"model": "tiny", "max_tokens": 1, {SAID}, "x": [', "9" * 500 + ",", "1]}", 0.19
         ),
-        "290,000 members": keys,
+        "290,000 members": lambda: keys(290_000),
+        "115,000 members": lambda: keys(115_000),
         "20,000 messages, counted": messages,
         "an image in base64": image,
         "a Chinese text": content("user", "漢字"),
+        "a Chinese text, fewer than the characters of the context": content("user", "漢字", 0.65),
         "a text of escapes": content("user", "\\n\\u00e9\\ud83d\\ude00"),
         "quoted JSON": content("tool", '{\\"a\\": [[], [], \\"b\\"]},'),
         "token ids, to text": filled("/detokenize", '{"model": "tiny", "tokens": [', "200, ", "1]}", 0.08),
