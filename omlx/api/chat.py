@@ -172,6 +172,21 @@ AUTO = ToolChoice()
 
 P = ParamSpec("P")
 
+# Tokens of models that fill in the middle of a text, and what follows each: Qwen and others, StarCoder, DeepSeek,
+# Code Llama, Codestral.
+_FILL_IN_MARKS = (
+    (("<|fim_prefix|>", "prefix"), ("<|fim_suffix|>", "suffix"), ("<|fim_middle|>", "")),
+    (("<fim_prefix>", "prefix"), ("<fim_suffix>", "suffix"), ("<fim_middle>", "")),
+    (
+        ("<\uff5cfim\u2581begin\uff5c>", "prefix"),
+        ("<\uff5cfim\u2581hole\uff5c>", "suffix"),
+        ("<\uff5cfim\u2581end\uff5c>", ""),
+    ),
+    (("\u2581<PRE>", "prefix"), ("\u2581<SUF>", "suffix"), ("\u2581<MID>", "")),
+    (("<PRE>", "prefix"), ("<SUF>", "suffix"), ("<MID>", "")),
+    (("[SUFFIX]", "suffix"), ("[PREFIX]", "prefix")),
+)
+
 MOST_LOGPROBS = 200_000  # of a prompt's tokens, alternatives included
 
 _PROMPT_THREADS = 4
@@ -204,7 +219,7 @@ class ChatRequest:
 
     `prompt` is a conversation, or text or token ids to be continued; `more_prompts` are further ones of the latter,
     answered side by side. Each prompt gets `n` choices. `echo`: a choice begins with its prompt's text. `prompt_only`:
-    nothing follows it.
+    nothing follows it. `suffix`: the answer is what belongs between the prompt and this text.
     `sampling.max_tokens` 0 means as many as fit; more than fit are as many as fit. `prompt_field` is the dialect's name
     of the prompt, `format_field` the one of what `output_format` comes from. `key_name` is the API key's, "" where
     none is asked for. `unset`: fields of `sampling` that the client left out, for which the model may have defaults.
@@ -219,6 +234,7 @@ class ChatRequest:
     prompt_field: str = "messages"
     more_prompts: tuple[str | list[int], ...] = ()
     n: int = 1
+    suffix: str = ""
     echo: bool = False
     prompt_only: bool = False
     tool_choice: ToolChoice = AUTO
@@ -300,6 +316,8 @@ def prompt_tokens(engine: Engine, asked: ChatRequest) -> tuple[list[int], Prompt
 def tokenize(engine: Engine, asked: ChatRequest) -> list[int]:
     """Token ids of a prompt without pictures. Raises BadRequest."""
     prompt = asked.prompt
+    if asked.suffix:
+        return _fill_in_tokens(engine, replace(asked, suffix=""), asked.suffix)
     if isinstance(prompt, ChatPrompt):
         return encode(engine, render(engine, prompt), asked.prompt_field, special=False)
     if isinstance(prompt, str):
@@ -308,6 +326,20 @@ def tokenize(engine: Engine, asked: ChatRequest) -> list[int]:
         message = f"{asked.prompt_field}: token ids of this model are from 0 to {engine.vocab_size - 1}"
         raise BadRequest(message, param=asked.prompt_field)
     return prompt
+
+
+def _fill_in_tokens(engine: Engine, asked: ChatRequest, suffix: str) -> list[int]:
+    """The prompt of a request for the text between its prompt and `suffix`, as models are trained to fill it in."""
+    known = engine.tokenizer.get_added_vocab()
+    order = next((marks for marks in _FILL_IN_MARKS if all(mark in known for mark, _ in marks)), None)
+    if order is None:
+        message = f"suffix: model {engine.name!r} has no fill-in-the-middle tokens"
+        raise BadRequest(message, param="suffix", code="unsupported_parameter")
+    before = tokenize(engine, asked)
+    bos = engine.tokenizer.bos_token_id
+    start = before[:1] if bos is not None and before[:1] == [bos] else []
+    parts = {"prefix": before[len(start) :], "suffix": encode(engine, suffix, "suffix", special=False), "": []}
+    return start + [token for mark, part in order for token in (known[mark], *parts[part])]
 
 
 def encode(engine: Engine, text: str, field: str, *, special: bool = True) -> list[int]:

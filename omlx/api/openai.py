@@ -66,9 +66,11 @@ def parse_completion(body: dict[str, Any]) -> tuple[ChatRequest, "CompletionDial
         raise BadRequest("best_of: only as many as n", param="best_of")
     first, *more = _prompts(fields)
     request = _request(fields, first, fields.logprobs, "prompt")
+    if fields.echo and fields.suffix:
+        raise BadRequest("suffix: not together with echo", param="suffix")
     if fields.echo:
         request = _echoing(request, fields)
-    request = replace(request, more_prompts=tuple(more))
+    request = replace(request, more_prompts=tuple(more), suffix=fields.suffix or "")
     return request, CompletionDialect(fields, fields.logprobs is not None)
 
 

@@ -240,6 +240,7 @@ class ChatBody(GenerationBody):
 class CompletionBody(GenerationBody):
     prompt: str | TokenIds | Texts | ListOfTokenIds
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS), Whole] | None = None
+    suffix: str | None = None
     echo: bool | None = None
     max_tokens: Annotated[int | None, Field(ge=0, le=2**31 - 1), BeforeValidator(lenient.token_limit)] = None
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES), Whole] | None = None
@@ -256,7 +257,6 @@ NOT_SUPPORTED: NotSupported = {
     "functions": lambda value: value == [],
     "modalities": lambda value: value == ["text"],
     "prompt_logprobs": lambda value: value is False,
-    "suffix": lambda value: value == "",
     "web_search_options": lambda value: False,
 }
 

@@ -6,6 +6,7 @@ import pytest
 
 from omlx.errors import BadRequest, EngineError, ModelError, Overloaded
 from omlx.server import create_app
+from omlx.settings import Settings
 from tests.api.fakes import REPLY, FakeEngine, FakePool
 from tests.api.serving import call, chat, complete, sse_chunks
 
@@ -301,3 +302,28 @@ def test_two_models_answer_each_for_itself(settings):
     app = create_app(pool, settings)
     answers = [chat(app, model=name).json()["choices"][0]["message"]["content"] for name in "ab"]
     assert answers == ["from a", "from b"]
+
+
+# ---- suffix
+
+
+@pytest.mark.parametrize(
+    ("marks", "order"),
+    [
+        (("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"), "{0}ab{1}cd{2}"),
+        (("<fim_prefix>", "<fim_suffix>", "<fim_middle>"), "{0}ab{1}cd{2}"),
+        (("<PRE>", "<SUF>", "<MID>"), "{0}ab{1}cd{2}"),
+        (("[PREFIX]", "[SUFFIX]"), "{1}cd{0}ab"),
+    ],
+)
+def test_a_suffix_is_put_where_the_model_was_trained_to_see_it(tmp_path, marks, order):
+    pool = FakePool()
+    tokenizer = pool.engine.tokenizer
+    tokenizer.add_tokens(list(marks), special_tokens=True)
+    pool.engine.vocab_size = len(tokenizer)
+    app = create_app(pool, Settings(home=tmp_path))
+    for prompt in ("ab", tokenizer.encode("ab")):
+        assert complete(app, prompt=prompt, suffix="cd").status_code == 200
+        assert tokenizer.decode(pool.engine.seen[-1].prompt) == order.format(*marks)
+    refused = complete(app, prompt="ab", suffix="cd", echo=True)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "suffix")
