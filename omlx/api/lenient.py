@@ -9,7 +9,7 @@ from typing import Any
 # A list up to this length is searched for floats; a longer one is refused for its length.
 _MAX_SEARCHED = 2**21
 
-_OPENAI_CHOICES = {"auto": "auto", "none": "none", "required": "required", "any": "required", "": None}
+_OPENAI_CHOICES = {"auto": "auto", "none": "none", "required": "required", "any": "required"}
 _ANTHROPIC_CHOICES = {"auto": "auto", "none": "none", "required": "any", "any": "any"}
 
 

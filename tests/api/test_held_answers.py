@@ -98,14 +98,14 @@ async def test_a_strict_schema_that_cannot_be_enforced_is_refused_by_its_field(s
 
 
 @pytest.mark.parametrize(
-    ("parameters", "says"),
+    ("parameters", "strict", "says"),
     [
-        ({"type": "array"}, "f: the parameters of a function have to be of type"),
-        ({"properties": {"a": 5}}, "f: schema.properties.a: a schema has to be an object"),
+        ({"type": "array"}, False, "f: the parameters of a function have to be of type"),
+        ({"properties": {"a": 5}}, True, "(f): schema.properties: a schema has to be an object"),
     ],
 )
-async def test_a_tool_that_can_never_be_called_well_is_named(server: Server, parameters, says):
-    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+async def test_a_tool_that_can_never_be_called_well_is_named(server: Server, parameters, strict, says):
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters, "strict": strict}}
     response = await server.post(
         "/v1/chat/completions", messages=[user("hi")], tools=[NOW, tool], tool_choice="required"
     )
