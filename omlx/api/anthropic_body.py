@@ -9,10 +9,22 @@ from pydantic import BeforeValidator, Field
 
 from omlx.api import lenient
 from omlx.api.bounded import Options, Parts, Schema, at_most
-from omlx.api.openai_body import MAX_MESSAGES, MAX_STOPS, MAX_TOOLS, Body, NotSupported, Seed, StopText, ToolName, Whole
+from omlx.api.openai_body import (
+    MAX_MESSAGES,
+    MAX_STOPS,
+    MAX_TOOLS,
+    OTHER_FORMATS,
+    Body,
+    NotSupported,
+    Seed,
+    StopText,
+    ToolName,
+    Whole,
+)
 
 # Fields that ask for what there is not, and what they may hold all the same.
 NOT_SUPPORTED: NotSupported = {
+    **OTHER_FORMATS,
     "container": lambda value: False,
     "mcp_servers": lambda value: value == [],
 }

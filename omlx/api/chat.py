@@ -201,11 +201,17 @@ _LONGEST = "this model's maximum context length is"
 
 
 class OutputFormat(NamedTuple):
-    """The form that the text of the answer has to have: a JSON object, or what `schema` says."""
+    """What the text of the answer has to be.
 
-    kind: Literal["json_object", "json_schema"]
+    A JSON object, JSON that fits `schema`, one of `choices`, or what the regular expression or Lark grammar `text`
+    matches.
+    """
+
+    kind: Literal["json_object", "json_schema", "choice", "regex", "grammar"]
     schema: dict[str, Any] | bool | None = None
     strict: bool = False
+    choices: tuple[str, ...] = ()
+    text: str = ""
 
 
 def unset_fields(fields: object) -> frozenset[str]:

@@ -15,7 +15,7 @@ from typing import Any
 from omlx.api.answer_format import AnswerFormat
 from omlx.api.call_formats import GENERIC_CALLS
 from omlx.api.call_syntax import CallSyntax
-from omlx.api.chat import ChatPrompt, ChatRequest, OutputFormat, ToolChoice
+from omlx.api.chat import ChatRequest, OutputFormat, ToolChoice
 from omlx.api.marks import added_tokens
 from omlx.errors import BadRequest
 from omlx.model import grammar as grammars
@@ -40,8 +40,6 @@ def constrained(asked: ChatRequest, form: AnswerFormat, tokenizer: Any) -> tuple
     A model whose calls are not JSON is held to the generic form where it has to call. Raises BadRequest for a schema
     that cannot be enforced.
     """
-    if not isinstance(asked.prompt, ChatPrompt):
-        return None, form
     choice, output = asked.tool_choice, asked.output_format
     must_call = choice.mode in ("required", "named")
     may_call = bool(form.calls) and (must_call or output is not None or choice.strict or bool(choice.allowed))
@@ -64,16 +62,29 @@ def constrained(asked: ChatRequest, form: AnswerFormat, tokenizer: Any) -> tuple
 
 
 def _of_output(output: OutputFormat | None, form: AnswerFormat, tokenizer: Any) -> GrammarSpec | None:
-    """The grammar of an answer that is nothing but JSON, perhaps behind reasoning."""
+    """The grammar of an answer that has nothing but the output format, perhaps after reasoning."""
     if output is None:
         return None
-    if form.thought is not None:
+    if form.thought is None and output.kind == "grammar":
+        return GrammarSpec("lark", output.text)
+    if form.thought is not None or output.kind in ("choice", "regex", "grammar"):
         grammar = _Grammar(tokenizer, form)
         grammar.start(grammar.output(output))
         return GrammarSpec("lark", grammar.text())
     if output.kind == "json_object":
         return grammars.json_object()
     return grammars.json_schema(_schema(output), strict=output.strict)
+
+
+def _rule(output: OutputFormat) -> str:
+    """The output format as an expression of a Lark grammar. Raises BadRequest for one that cannot be enforced."""
+    if output.kind == "choice":
+        return " | ".join(map(_json, output.choices))
+    if output.kind == "regex":
+        return grammars.regex_rule(output.text)
+    if output.kind == "grammar":
+        return f"%lark {{\n{output.text}\n}}"
+    return grammars.json_rule(_schema(output), strict=output.strict)
 
 
 def _schema(output: OutputFormat) -> dict[str, Any]:
@@ -146,7 +157,7 @@ class _Grammar:
         self._start = f"start: {self._reasoning()}{opening}{answer}"
 
     def output(self, output: OutputFormat) -> str:
-        self._rules.append(f"output: {grammars.json_rule(_schema(output), strict=output.strict)}")
+        self._rules.append(f"output: {_rule(output)}")
         return "output"
 
     def calls(self, syntax: CallSyntax, tools: Sequence[dict[str, Any]], choice: ToolChoice) -> str:

@@ -32,7 +32,8 @@ from omlx.api.events import (
 )
 from omlx.api.openai_body import ChatBody, CompletionBody, GenerationBody, Message, SamplingBody, validated
 from omlx.api.openai_content import content_of, text_of
-from omlx.api.openai_tools import called, custom_names, output_format, template_args, tool_choice, tools, with_names
+from omlx.api.openai_tools import called, custom_names, template_args, tool_choice, tools, with_names
+from omlx.api.output_formats import output_format
 from omlx.errors import BadRequest
 from omlx.request import GREEDY_BELOW, SamplingParams, http_request_id
 
@@ -49,10 +50,13 @@ def parse_chat(body: dict[str, Any]) -> tuple[ChatRequest, "ChatDialect"]:
     messages = [_message(message, f"messages[{index}]", images) for index, message in enumerate(fields.messages)]
     prompt = ChatPrompt(with_names(messages), _template_args(fields), tools(fields), tuple(images))
     top_logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
+    choice = tool_choice(fields)
+    output, field = output_format(fields, choice)
     request = replace(
         _request(fields, prompt, top_logprobs, "messages"),
-        tool_choice=tool_choice(fields),
-        output_format=output_format(fields),
+        tool_choice=choice,
+        output_format=output,
+        format_field=field,
     )
     return request, ChatDialect(fields, top_logprobs is not None, custom_names(fields))
 
@@ -70,7 +74,14 @@ def parse_completion(body: dict[str, Any]) -> tuple[ChatRequest, "CompletionDial
         raise BadRequest("suffix: not together with echo", param="suffix")
     if fields.echo:
         request = _echoing(request, fields)
-    request = replace(request, more_prompts=tuple(more), suffix=fields.suffix or "")
+    output, field = output_format(fields, request.tool_choice)
+    request = replace(
+        request,
+        more_prompts=tuple(more),
+        suffix=fields.suffix or "",
+        output_format=output,
+        format_field=field,
+    )
     return request, CompletionDialect(fields, fields.logprobs is not None)
 
 

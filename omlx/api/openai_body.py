@@ -14,6 +14,7 @@ from omlx.api.bounded import Arguments, Options, Parts, Schema, Small, at_most
 from omlx.errors import BadRequest
 
 MAX_STOPS = 16
+MAX_ANSWERS = 1000  # of which one is chosen
 MAX_TOP_LOGPROBS = 20
 MAX_CHOICES = 128
 # Of one message.
@@ -178,6 +179,34 @@ class JsonSchema(Body):
 class ResponseFormat(Body):
     type: Literal["text", "json_object", "json_schema"] = "text"
     json_schema: JsonSchema | None = None
+    schema_: Annotated[Schema | None, Field(alias="schema")] = None  # of a json_object, as llama.cpp's server takes it
+
+
+Choices = Annotated[list[str], at_most(MAX_ANSWERS, least=1)]
+
+
+class StructuredOutputs(Body):
+    """vLLM's field for the format of an answer. A schema may be a text of JSON, here as in the fields of its own."""
+
+    json_: Annotated[Schema | str | None, Field(alias="json")] = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: Choices | None = None
+    grammar: str | None = None
+    structural_tag: Small = None
+
+
+class FormatBody(Body):
+    """The format of an answer by the names of vLLM and of llama.cpp's server, in chat and in completions."""
+
+    response_format: ResponseFormat | None = None
+    guided_json: Schema | str | None = None
+    guided_choice: Choices | None = None
+    guided_regex: str | None = None
+    guided_grammar: str | None = None
+    json_schema: Schema | str | None = None
+    grammar: str | None = None
+    structured_outputs: StructuredOutputs | None = None
 
 
 class Message(Body):
@@ -222,7 +251,7 @@ class GenerationBody(SamplingBody):
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES), Whole] | None = None
 
 
-class ChatBody(GenerationBody):
+class ChatBody(GenerationBody, FormatBody):
     messages: Annotated[list[Message], at_most(MAX_MESSAGES, least=1)]
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS), Whole] | None = None
@@ -233,11 +262,10 @@ class ChatBody(GenerationBody):
         BeforeValidator(lenient.chat_choice),
     ] = None
     parallel_tool_calls: bool | None = None
-    response_format: ResponseFormat | None = None
     reasoning_effort: Effort | None = None
 
 
-class CompletionBody(GenerationBody):
+class CompletionBody(GenerationBody, FormatBody):
     prompt: str | TokenIds | Texts | ListOfTokenIds
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS), Whole] | None = None
     suffix: str | None = None
@@ -250,6 +278,10 @@ B = TypeVar("B", bound=Body)
 
 # Fields that ask for what there is not, and what they may hold all the same.
 NotSupported = Mapping[str, Callable[[Any], bool]]
+# Where the format of an answer cannot be given by other servers' names: it must not be ignored.
+OTHER_FORMATS: NotSupported = dict.fromkeys(
+    (name for name in FormatBody.model_fields if name != "response_format"), lambda value: False
+)
 NOT_SUPPORTED: NotSupported = {
     "audio": lambda value: False,
     "continue_final_message": lambda value: value is False,

@@ -106,16 +106,6 @@ def choice_among(names: Sequence[str], wanted: Wanted, parallel: bool | None, *,
     return ToolChoice(mode, "", parallel is not False, strict, chosen)
 
 
-def output_format(fields: ChatBody) -> OutputFormat | None:
-    """Raises BadRequest for a json_schema without its schema."""
-    given = fields.response_format
-    if given is None:
-        return None
-    if given.type == "json_schema" and given.json_schema is None:
-        raise BadRequest("response_format.json_schema: has to be given", param="response_format.json_schema")
-    return format_of(given.type, given.json_schema, "response_format.json_schema.schema")
-
-
 def format_of(
     kind: Literal["text", "json_object", "json_schema"], given: JsonSchema | None, place: str
 ) -> OutputFormat | None:

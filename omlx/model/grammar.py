@@ -49,6 +49,15 @@ def json_rule(schema: dict[str, Any], *, strict: bool) -> str:
     return "%json " + _with_options(schema, strict=strict)
 
 
+def regex_rule(pattern: str) -> str:
+    """A text that the whole of `pattern` matches, as an expression of a Lark grammar."""
+    if not pattern:
+        return '""'  # two slashes would begin a comment
+    document = json.loads(LLMatcher.grammar_from_regex(pattern))
+    written: str = document["grammars"][0]["lark_grammar"]
+    return written.removeprefix("start: ")
+
+
 def json_object() -> GrammarSpec:
     """Any JSON object."""
     return GrammarSpec("json_object")
@@ -114,7 +123,7 @@ class Grammars:
     def _try(self, spec: GrammarSpec) -> None:
         """Raises BadRequest unless compiling it ends within bounds of time and memory."""
         if len(spec.text) > LARGEST_TEXT:
-            raise BadRequest(f"the schema has {len(spec.text)} characters; at most {LARGEST_TEXT} are possible")
+            raise BadRequest(f"the grammar has {len(spec.text)} characters; at most {LARGEST_TEXT} are possible")
         with self._lock:
             reason = self._refused.get(spec)
         if reason is None and self._find(spec) is None:

@@ -16,7 +16,7 @@ NOTHING_FITS = "no text fits it"
 _MESSAGE_LENGTH = 300
 # Around what a message of llguidance's says: a place in our own grammar, and dumps.
 _PLACE = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?")
-_DUMP = re.compile(r"<state>|<non-verbose/>|\n +\d+ \| ")
+_DUMP = re.compile(r"<state>|<non-verbose/>|\n +\d+ \| |; following special tokens")
 
 # At most 20 ms for a step of the MLX thread, of the requests in a batch each.
 LIMITS = LLParserLimits(max_grammar_size=200_000, step_lexer_fuel=200_000, step_max_items=50_000, verbose_errors=False)

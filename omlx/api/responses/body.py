@@ -11,6 +11,7 @@ from omlx.api.openai_body import (
     MAX_MESSAGES,
     MAX_TOOLS,
     MAX_TOP_LOGPROBS,
+    OTHER_FORMATS,
     Body,
     Effort,
     JsonSchema,
@@ -249,6 +250,7 @@ class InputTokensBody(ResponsesBody):
 
 # Fields that ask for what there is not, and what they may hold all the same.
 NOT_SUPPORTED: NotSupported = {
+    **OTHER_FORMATS,
     "background": lambda value: value is False,
     "conversation": lambda value: False,
     "prompt": lambda value: False,
