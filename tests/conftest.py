@@ -7,11 +7,21 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from omlx.metrics import RestoreTime
 from omlx.model.folder import is_model, models_folder
 from omlx.model.starter import STARTER
 from omlx.testing import make_tiny_model
+
+# Hypothesis: no time limits, which depend on what else the machine does; with CI set, the same examples in each run.
+settings.register_profile(
+    "omlx",
+    deadline=None,
+    derandomize=bool(os.environ.get("CI")),
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("omlx")
 
 
 @pytest.fixture(autouse=True)

@@ -30,6 +30,7 @@ from omlx.storage.folder import VISION_FOLDER, folder_name, model_of
 from omlx.storage.tensor_file import BlockBuffer, TensorSpec
 from omlx.testing import make_tiny_model
 from tests.api.serving import served
+from tests.support import wait_until
 
 MODELS = ("org/big", "small")
 
@@ -679,9 +680,9 @@ def test_the_real_server_clears_its_folder(tmp_path: Path, capsys: pytest.Captur
         body = {"model": "tiny", "prompt": "once upon a time " * 20, "max_tokens": 1}
         answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
         assert answer.status_code == 200, answer.text
-        time.sleep(1.5)  # until the writer has told the index
+        # The writer reports to the index every second.
+        wait_until(lambda: asked(root, capsys, "stats")["total"]["blocks"] > 5)
         before = asked(root, capsys, "stats")["total"]
-        assert before["blocks"] > 5
         assert asked(root, capsys, "verify")["problems"] == []
         assert asked(root, capsys, "clear", "--model", "tiny", "--url", url) == before | {"images": 0}
         assert omlx(root, "clear", "--model", "absent", "--url", url) == 1

@@ -90,9 +90,9 @@ def test_arrays_of_no_width_and_unused_caches_are_cached(family: str, tmp_path: 
             request = bench.ask(prompt, ignore_eos=True)
             assert bench.failures == {} and bench.scheduler.stats.cache_errors == 0
             assert bench.answer(request) == cold and request.stats.cached_tokens == cached
-            assert store.flush(10)
+            assert store.flush(60)
         assert store.check() == []
-        store.close(10)
+        store.close(60)
 
 
 def test_a_late_error_of_the_gpu_fails_its_request_and_stores_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

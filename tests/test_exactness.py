@@ -95,7 +95,7 @@ class Restarted:
         return self.store
 
     def close(self) -> None:
-        assert self.store is None or self.store.close(20)
+        assert self.store is None or self.store.close(60)
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +113,7 @@ def test_cold_and_warm_are_equal_to_the_last_bit_in_every_tier(runner, tmp_path_
     first = serve(runner, exact, talk, lambda: ram)
     for store_for in (lambda: files, restarted):
         assert serve(runner, exact, talk, store_for) == first
-    ram.close(), files.close(20), restarted.close()
+    ram.close(), files.close(60), restarted.close()
     for step, served in zip(talk, first, strict=True):
         alone = cold(runner, served.prompt, max_tokens=step.answer, ignore_eos=True)
         if exact == "strict" or not served.holds_answers:
@@ -131,7 +131,7 @@ def test_what_decoding_gives_never_passes_for_the_prefill_of_the_same_text(runne
     short = prompt(84)
     answer = [token for token, *_ in cold(runner, short, max_tokens=60, ignore_eos=True)]
     bench.ask(short + answer[:30], max_tokens=30, ignore_eos=True)
-    assert store.flush(10)
+    assert store.flush(60)
     store.evict_from_ram(1 << 30)
     assert bench.tokens(bench.ask(short, max_tokens=60, ignore_eos=True)) == answer
     branch = short + answer[:20] + prompt(9, seed=3)
@@ -139,7 +139,7 @@ def test_what_decoding_gives_never_passes_for_the_prefill_of_the_same_text(runne
     expected = alone.answer(alone.ask(branch, cache=False))
     request = bench.ask(branch)
     assert request.stats.cached_tokens == 96 and bench.answer(request) == expected
-    store.close(10)
+    store.close(60)
 
 
 @settings(max_examples=10, deadline=None)

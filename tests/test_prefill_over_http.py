@@ -34,7 +34,7 @@ class Client:
         return (await self._http.get("/admin/cache_probe")).json()["total"]
 
     async def until(self, condition: Any) -> dict[str, Any]:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while not condition(figures := await self.figures()):
                 await asyncio.sleep(0.005)
         return figures

@@ -43,13 +43,13 @@ def test_a_head_outlives_its_branches(runner, tmp_path, tiers, exact):
     for n in range(BRANCHES):
         asked = bench.ask(branch(n), max_tokens=2)
         assert asked.stats.cached_tokens == (HEAD if n else 0)
-        store.flush(10)
+        store.flush(60)
     stats = store.stats()
     assert stats.evictions_ram + stats.evictions_ssd > BRANCHES * BRANCH // B // 3
     assert bench.ask(branch(0), max_tokens=2).stats.cached_tokens == HEAD  # the branch went, the head did not
     assert bench.answer(bench.ask(branch(BRANCHES))) == cold(runner, branch(BRANCHES)) or exact == "off"
     assert store.check() == []
-    assert store.close(10)
+    assert store.close(60)
 
 
 @pytest.mark.parametrize("tiers", ["ram", "ssd", "both"])
@@ -59,8 +59,8 @@ def test_a_head_that_is_asked_for_between_strangers_stays(runner, tmp_path, tier
     bench.ask(branch(0), max_tokens=2)
     for n in range(BRANCHES):
         bench.ask(prompt(BRANCH, seed=1000 + n), max_tokens=2)
-        store.flush(10)
+        store.flush(60)
         if n % 2:
             assert bench.ask(branch(n), max_tokens=2).stats.cached_tokens == HEAD
-            store.flush(10)
-    assert store.close(10)
+            store.flush(60)
+    assert store.close(60)

@@ -86,7 +86,7 @@ def test_a_turn_computes_what_is_new_and_no_more_than_its_mode_allows(loaded, ru
         assert known - (0 if exact == "off" else PrefillGrid(64).cell(known) - 1) <= reused <= known
         assert known > 0 or not turn
         if tiers == "ssd":
-            store.flush(10)
+            store.flush(60)
     if ends == "stop":
         reasons = [outputs[-1].finish_reason for outputs in talk.bench.outputs.values()]
         assert reasons.count("stop") >= TURNS // 2

@@ -338,7 +338,8 @@ async def test_a_place_is_free_again_after_an_error_or_a_client_that_left(
     engine.failure = None
     for _ in range(3):
         left = slow.chat("sk-bob#2", stream=stream)
-        await asyncio.sleep(0.05)
+        while not engine.running:
+            await asyncio.sleep(0)
         left.cancel()
         with pytest.raises(asyncio.CancelledError):
             await left

@@ -19,7 +19,8 @@ from omlx.errors import Overloaded
 from omlx.server import create_app
 from omlx.settings import Settings
 from tests.api.fakes import FakeEngine, FakePool
-from tests.api.serving import CHAT, call, served, wait_until
+from tests.api.serving import CHAT, call, served
+from tests.support import PATIENCE_S, wait_until
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
 
@@ -37,9 +38,9 @@ def address(small: FastAPI) -> Iterator[tuple[str, int]]:
 
 
 def exchange(address: tuple[str, int], *parts: bytes, pause_s: float = 0.0) -> tuple[int, dict[str, Any], float]:
-    """Sends parts and reads until the server closes; gives status, error and seconds. Status 0: no answer at all."""
+    """Send parts and read until the server closes. Returns status (0 without an answer), error and seconds."""
     started = time.monotonic()
-    with socket.create_connection(address, timeout=10) as client:
+    with socket.create_connection(address, timeout=PATIENCE_S) as client:
         for part in parts:
             client.sendall(part)
             time.sleep(pause_s)
@@ -78,14 +79,14 @@ def test_a_body_over_the_limit_is_a_413_announced_or_not(small: FastAPI) -> None
 
 def test_chunks_are_counted_as_they_come_and_not_waited_for(address: tuple[str, int]) -> None:
     chunk = b"64\r\n" + b" " * 100 + b"\r\n"
-    with socket.create_connection(address, timeout=10) as client:
+    with socket.create_connection(address, timeout=PATIENCE_S) as client:
         client.sendall(HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + chunk * 11)  # and no end
         assert first_answer(client)[0] == 413
 
 
 def test_a_body_that_is_announced_too_large_is_not_read(address: tuple[str, int]) -> None:
     for length in (b"1001", b"9" * 18, b"9" * 20):
-        with socket.create_connection(address, timeout=10) as client:
+        with socket.create_connection(address, timeout=PATIENCE_S) as client:
             client.sendall(HEAD + b"Content-Length: " + length + b"\r\n\r\n")
             assert first_answer(client)[0] == 413
 
@@ -148,7 +149,7 @@ async def test_images_that_were_fetched_count_like_bodies(tmp_path: Path) -> Non
 def test_a_head_over_the_limit_is_a_431(address: tuple[str, int], head: bytes, slices: int) -> None:
     step = -(-len(head) // slices)
     parts = [head[at : at + step] for at in range(0, len(head), step)]
-    with socket.create_connection(address, timeout=10) as client:
+    with socket.create_connection(address, timeout=PATIENCE_S) as client:
         for part in parts[:-1]:
             client.sendall(part)
             time.sleep(0.01)
@@ -202,7 +203,7 @@ def test_equal_lengths_are_one_length(address: tuple[str, int]) -> None:
 
 
 def test_garbage_behind_a_request_ends_the_connection_only(address: tuple[str, int]) -> None:
-    with socket.create_connection(address, timeout=10) as client:
+    with socket.create_connection(address, timeout=PATIENCE_S) as client:
         client.sendall(HEAD + b"Content-Length: 2\r\n\r\n{}" + b"\0\0\r\n\r\n")
         got = b""
         while piece := client.recv(65536):
@@ -215,20 +216,20 @@ def test_garbage_behind_a_request_ends_the_connection_only(address: tuple[str, i
 def test_a_head_that_does_not_end_is_given_up(
     address: tuple[str, int], parts: tuple[bytes, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(limits, "HEAD_S", 0.5)
-    status, error, seconds = exchange(address, *parts, pause_s=0.1)
+    monkeypatch.setattr(limits, "HEAD_S", 1.0)
+    status, error, seconds = exchange(address, *parts, pause_s=0.05)
     assert (status, error["code"]) == (408, "request_timeout")
-    assert 0.4 < seconds < 5
+    assert seconds > 0.9
 
 
 def test_a_second_head_on_the_same_connection_has_its_time_too(
     address: tuple[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(limits, "HEAD_S", 0.5)
-    with socket.create_connection(address, timeout=10) as client:
+    monkeypatch.setattr(limits, "HEAD_S", 1.0)
+    with socket.create_connection(address, timeout=PATIENCE_S) as client:
         client.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert first_answer(client)[0] == 200
-        time.sleep(0.8)  # nothing is begun: the connection is kept
+        time.sleep(1.2)  # nothing is begun: the connection is kept
         client.sendall(b"GET /heal")
         assert first_answer(client)[0] == 408
         assert client.recv(1000) == b""
@@ -239,7 +240,7 @@ def test_a_connection_that_asks_nothing_is_closed_without_a_word(
 ) -> None:
     monkeypatch.setattr(limits, "HEAD_S", 0.3)
     status, _, seconds = exchange(address)
-    assert status == 0 and 0.2 < seconds < 5
+    assert status == 0 and seconds > 0.2
 
 
 def test_a_body_that_does_not_come_is_given_up(address: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,15 +248,15 @@ def test_a_body_that_does_not_come_is_given_up(address: tuple[str, int], monkeyp
     monkeypatch.setattr(limits, "REST_S", 0.3)
     status, error, seconds = exchange(address, HEAD + b"Content-Length: 100\r\n\r\n{")
     assert (status, error["code"]) == (408, "request_timeout")
-    assert "0.3 s" in error["message"] and 0.5 < seconds < 5  # and then what is left is not waited for either
+    assert "0.3 s" in error["message"] and seconds > 0.5  # and then what is left is not waited for either
 
 
 def test_who_sends_on_after_its_answer_is_cut_off(address: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "REST_S", 0.5)
-    with socket.create_connection(address, timeout=10) as client:
+    with socket.create_connection(address, timeout=PATIENCE_S) as client:
+        started = time.monotonic()
         client.sendall(HEAD + b"Content-Length: 1000000000\r\n\r\n")
         assert first_answer(client)[0] == 413
-        started = time.monotonic()
 
         def cut_off() -> bool:
             try:
@@ -264,15 +265,15 @@ def test_who_sends_on_after_its_answer_is_cut_off(address: tuple[str, int], monk
                 return True
             return False
 
-        wait_until(cut_off, timeout_s=5)
+        wait_until(cut_off)
         assert time.monotonic() - started > 0.3
 
 
 def test_a_slow_answer_is_no_slow_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HEAD_S", "BODY_S", "REST_S"):
-        monkeypatch.setattr(limits, name, 0.2)
+        monkeypatch.setattr(limits, name, 0.5)
     pool = FakePool()
-    pool.engine.token_s = 0.05
+    pool.engine.token_s = 0.06
     with served(create_app(pool, Settings(home=tmp_path))) as url:
         for stream in (False, True):
             answer = httpx.post(f"{url}/v1/chat/completions", json=CHAT | {"max_tokens": 12, "stream": stream})

@@ -105,12 +105,11 @@ async def test_a_salt_is_honoured(tiny_model_dir, tmp_path):
 
 async def test_a_conversation_that_is_being_answered_stays(tiny_model_dir, tmp_path):
     async with serving(tmp_path, tiny_model_dir) as bench:
-        body = {"model": "tiny", "prompt": TEXT, "max_tokens": 600, "temperature": 0, "ignore_eos": True}
+        body = {"model": "tiny", "prompt": TEXT, "max_tokens": 1500, "temperature": 0, "ignore_eos": True}
         cold = asyncio.create_task(bench.call("POST", "/v1/completions", json=body))
-        for _ in range(500):
-            await asyncio.sleep(0.01)
-            if (await bench.get())["total"]["generated_tokens"]:
-                break
+        async with asyncio.timeout(60):
+            while not (await bench.get())["total"]["generated_tokens"]:
+                await asyncio.sleep(0.01)
         done = await bench.post(CLEAR, prompt=TEXT)
         assert done["kept_because"] == "in use by a running request" and done["kept_tokens"] >= 128
         text = (await cold).json()["choices"][0]["text"]
@@ -247,7 +246,7 @@ async def test_what_was_written_and_what_still_will_be_is_shown(tiny_model_dir, 
         total = (await bench.get())["total"]
         assert (total["files_written"], total["bytes_written"]) == (0, 0)
         assert total["unsaved_bytes"] == total["kv_cache_memory"] > 0
-        bench.pool._loaded["tiny"].tiers.flush(5)
+        bench.pool._loaded["tiny"].tiers.flush(60)
         total = (await bench.get())["total"]
         assert total["unsaved_bytes"] == 0 and total["files_written"] == total["blocks_hot"]
         assert total["bytes_written"] == bench.pool._loaded["tiny"].tiers.stats()["bytes"]["ssd"]
@@ -262,7 +261,7 @@ async def test_blocks_expire_while_no_model_is_loaded(tiny_model_dir, tmp_path, 
     folder: Path = tmp_path / "cache"
     assert len(list(folder.rglob("*.safetensors"))) > 5
     async with serving(tmp_path, cache_ttl="1s", **cached) as bench:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while list(folder.rglob("*.safetensors")):
                 await asyncio.sleep(0.1)
         assert (await bench.get())["stored"] == []
@@ -271,7 +270,7 @@ async def test_blocks_expire_while_no_model_is_loaded(tiny_model_dir, tmp_path, 
 async def test_a_probe_says_that_blocks_have_expired(tiny_model_dir, tmp_path, cached):
     async with serving(tmp_path, tiny_model_dir, cache_ttl="1s", **cached) as bench:
         await bench.complete(TEXT)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while (probe := await bench.post(PROBE, prompt=TEXT))["cached_tokens"]:
                 await asyncio.sleep(0.1)
         assert probe["first_miss"] == {"token": 0, "reason": "expired"}

@@ -55,7 +55,7 @@ async def where(bench: Bench, *colours: str, **fields: Any) -> list[str | None]:
 
 def features(bench: Bench) -> VisionFeatureSSDCache:
     cache = bench.pool._loaded["tiny"].tiers.vision_features
-    assert cache is not None and cache.flush(5)
+    assert cache is not None and cache.flush(60)
     return cache
 
 
@@ -67,7 +67,7 @@ async def test_figures_of_features_are_shown_for_the_model_and_in_total(bench):
     await ask(bench, "red", "blue")
     cache = features(bench)
     cache.put("h", "another model's", mx.ones((100,)))
-    assert cache.flush(5)
+    assert cache.flush(60)
     figures = await bench.get()
     mine, total = figures["models"]["tiny"]["features"], figures["total"]["features"]
     assert (mine["hits"], mine["misses"], mine["disk_entries"], mine["ram_entries"]) == (0, 2, 2, 3)

@@ -82,7 +82,7 @@ async def test_figures_of_models_and_in_total_and_the_settings_in_force(tiny_mod
         await _run(engine, 50)
         await _run(engine, 50)
         await bench.get()  # the step that ended the answer is over: its state is stored
-        bench.pool._loaded["tiny"].tiers.flush(5)
+        bench.pool._loaded["tiny"].tiers.flush(60)
         body = await bench.get()
         tiny, total = body["models"]["tiny"], body["total"]
         stats = bench.pool._loaded["tiny"].tiers.stats()
@@ -127,7 +127,7 @@ async def test_kv_of_running_requests_is_shown_while_they_run(tiny_model_dir, tm
 
 
 async def _when(bench: Bench, condition: Any) -> dict[str, Any]:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not condition(body := await bench.get()):
             await asyncio.sleep(0.02)
     return body

@@ -52,7 +52,7 @@ def agent() -> FakeEngine:
 def client(agent: FakeEngine, tmp_path: Path) -> Iterator[Anthropic]:
     with (
         served(create_app(FakePool(agent), Settings(home=tmp_path))) as address,
-        Anthropic(base_url=address, api_key="none", max_retries=0, timeout=30) as made,
+        Anthropic(base_url=address, api_key="none", max_retries=0, timeout=60) as made,
     ):
         yield made
 

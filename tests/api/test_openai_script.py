@@ -45,7 +45,7 @@ def agent() -> FakeEngine:
 def client(agent, tmp_path) -> Iterator[OpenAI]:
     with (
         served(create_app(FakePool(agent), Settings(home=tmp_path))) as address,
-        OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=30) as made,
+        OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=60) as made,
     ):
         yield made
 

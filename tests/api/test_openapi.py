@@ -91,7 +91,7 @@ def test_every_route_answers_as_described(described: Any, path: str, method: str
             if path == "/v1/responses/input_tokens":
                 case.body.setdefault("input", "hi")
             _make_answerable(case, response_id)
-        seen.add(case.call_and_validate(checks=CHECKS, timeout=30).status_code)
+        seen.add(case.call_and_validate(checks=CHECKS, timeout=60).status_code)
 
     ask()
     assert (200 in seen) == (mode is GenerationMode.POSITIVE and path != CANCEL)

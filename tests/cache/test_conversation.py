@@ -30,7 +30,7 @@ def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[
 
     yield opener
     for store in stores:
-        store.close(5)
+        store.close(60)
 
 
 def text(seed: int, length: int) -> list[int]:
@@ -147,7 +147,7 @@ def test_every_branch_of_a_crowded_head_is_found(opened: Callable[..., Bench]) -
     bench.store.save_block(name, block(0), BLOCK, parent=root, tokens=head)
     for tail in tails:
         bench.store.save_block(block_hash(name, tail), block(1), BLOCK, parent=name, tokens=tail, start=BLOCK)
-    bench.store.flush(10)
+    bench.store.flush(60)
     done = forget(bench, [*range(BLOCK), 0, *range(1, BLOCK)])
     assert (done.blocks, done.kept_tokens, done.kept_because) == (1, BLOCK, SHARED)
     assert not bench.store.contains(block_hash(name, tails[0])) and bench.store.contains(block_hash(name, tails[1]))

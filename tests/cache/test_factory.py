@@ -46,7 +46,7 @@ def test_the_default_limit_is_100_gb():
 def test_names_that_the_root_uses_itself_or_that_are_too_long_get_a_folder_all_the_same(tmp_path, name):
     store = CacheFactory.create_paged_ssd_cache(CacheConfig(paged_ssd_cache_dir=tmp_path), name)
     assert store is not None and len(folder_name(name)) <= 200 and folder_name(name) != folder_name(name + "y")
-    assert store.save_block(b"x" * 32, [], 0) and store.flush(10)
+    assert store.save_block(b"x" * 32, [], 0) and store.flush(60)
     path = store.get_block_path(b"x" * 32)
     assert path is not None and path.is_file() and path.parent.parent == tmp_path / folder_name(name)
     if len(folder_name(name)) < 200:

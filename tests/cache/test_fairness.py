@@ -46,7 +46,7 @@ def pair(tmp_path: Path) -> Iterator[Callable[..., tuple[Model, Model]]]:
 
     yield opener
     for store in stores:
-        store.close(5)
+        store.close(60)
 
 
 HEAD = [(i * i + 3) % 250 for i in range(10 * BLOCK)]
@@ -63,7 +63,7 @@ def test_a_model_in_use_is_not_starved_by_one_that_is_not(pair: Any, ram: int, s
     assert held.blocks_ram + held.blocks_ssd > (ram + ssd) / 2  # it has filled what there is ...
     for turn in range(36):  # ... and then says nothing, while the other one works on, always with the same head
         assert used.cached([*HEAD, *range(turn, turn + 2 * BLOCK)]) >= len(HEAD) or turn == 0
-        used.store.flush(5)
+        used.store.flush(60)
     assert used.cached([*HEAD, 1]) == len(HEAD)
     now = idle.store.stats()
     assert now.blocks_ram + now.blocks_ssd < (held.blocks_ram + held.blocks_ssd) / 3

@@ -21,7 +21,7 @@ from omlx.storage.folder import VISION_FOLDER, FolderLock, StoreLocked
 from omlx.storage.hot_tier import HotTier
 from omlx.storage.open_stores import release_store
 from tests.storage.blocks import name
-from tests.storage.children import wait_for
+from tests.support import wait_until
 from tests.tiny import TinyRunner
 
 KB, MB, GB = 1 << 10, 1 << 20, 1 << 30
@@ -47,7 +47,7 @@ def opened(tmp_path: Path) -> Iterator[Callable[..., TieredCacheManager]]:
 
     yield opener
     for manager in managers:
-        manager.close(5)
+        manager.close(60)
 
 
 def cache_of(tiers: TieredCacheManager) -> VisionFeatureSSDCache:
@@ -91,7 +91,7 @@ def test_features_lie_under_the_root_count_there_and_are_found_after_a_restart(o
     tiers = opened()
     before = tiers.store.stats().ssd_total_bytes
     put(tiers, 1, 2, nbytes=100 * KB)
-    assert tiers.flush(5) and len(on_disk(tmp_path / "root")) == 2
+    assert tiers.flush(60) and len(on_disk(tmp_path / "root")) == 2
     assert tiers.store.stats().ssd_total_bytes >= before + 200 * KB
     assert tiers.close()
     again = opened()
@@ -146,7 +146,8 @@ def test_without_exact_mode_numerics_make_no_difference(opened):
 def test_unused_features_expire_with_the_blocks(opened, tmp_path):
     tiers = opened(config={"cache_ttl": 1})
     put(tiers, 1)
-    assert tiers.flush(5) and wait_for(lambda: on_disk(tmp_path / "root") == []) and tiers_of(tiers, 2) == [None, None]
+    assert tiers.flush(60) and wait_until(lambda: on_disk(tmp_path / "root") == [])
+    assert tiers_of(tiers, 2) == [None, None]
     assert tiers.stats()["features"]["expired"] == 1
 
 
@@ -159,9 +160,9 @@ def test_a_folder_that_no_loaded_model_uses_counts_towards_the_roots_limit_and_e
     assert root is not None
     features = open_features_folder(config)
     assert features is not None and features.usage.disk_entries == 1 and root.blocks.bytes > MB
-    assert wait_for(lambda: on_disk(tmp_path / "root") == [] and root.blocks.bytes < MB)
+    assert wait_until(lambda: on_disk(tmp_path / "root") == [] and root.blocks.bytes < MB)
     features.close()
-    release_store(root, 5)
+    release_store(root, 60)
     assert open_features_folder(CacheConfig(paged_ssd_cache_dir=tmp_path / "nothing")) is None
     assert open_features_folder(CacheConfig()) is None and not (tmp_path / "nothing").exists()
 
@@ -178,7 +179,7 @@ def test_bytes_in_ram_are_bounded_and_the_last_used_stay(opened):
     assert cache_of(tiers).usage[:2] == (10, 40 * KB)
     put(tiers, 11, nbytes=9 * KB)  # takes the room of three
     assert cache_of(tiers).usage[:2] == (8, 37 * KB) and cache_of(tiers).stats.evictions == 4
-    assert tiers.flush(5) and all(has(tiers, n) for n in range(12)) and cache_of(tiers).usage.ram_bytes <= 40 * KB
+    assert tiers.flush(60) and all(has(tiers, n) for n in range(12)) and cache_of(tiers).usage.ram_bytes <= 40 * KB
 
 
 def test_features_larger_than_the_bound_are_in_files_only_and_push_nothing_out():
@@ -195,7 +196,7 @@ def test_features_larger_than_the_bound_are_in_files_only_and_push_nothing_out()
 def test_large_features_are_read_back_from_their_files(opened):
     tiers = opened(config={"max_vision_memory": "1KB"})
     put(tiers, 1)
-    assert tiers_of(tiers, 2)[1] == "ssd" and tiers.flush(5) and has(tiers, 1) and has(tiers, 1)
+    assert tiers_of(tiers, 2)[1] == "ssd" and tiers.flush(60) and has(tiers, 1) and has(tiers, 1)
     assert cache_of(tiers).stats.disk_loads == 2 and cache_of(tiers).usage.ram_entries == 0
 
 
@@ -229,7 +230,7 @@ def test_over_the_process_limit_features_leave_ram_before_blocks_and_have_files(
     over[0] = 3 * MB
     assert monitor.check(now=True) == 4 * MB  # what features could not give, a block did
     assert tiers_of(tiers, 4) == ["ssd"] * 4 and tiers.store.tier_of(name(1)) in ("writing", "ssd")
-    assert tiers.flush(5) and all(has(tiers, n) for n in range(4))
+    assert tiers.flush(60) and all(has(tiers, n) for n in range(4))
 
 
 def test_a_lowered_hot_budget_is_no_business_of_features(monitored):
@@ -244,7 +245,7 @@ def test_features_whose_file_cannot_be_queued_stay_in_ram(tmp_path, monkeypatch)
     go = threading.Event()
 
     def slow(*args):
-        assert go.wait(20)
+        assert go.wait(60)
         write_feature_file(*args)
 
     monkeypatch.setattr(feature_folder, "write_feature_file", slow)
@@ -255,7 +256,7 @@ def test_features_whose_file_cannot_be_queued_stay_in_ram(tmp_path, monkeypatch)
     assert tiers == ["ram"] * 4 and cache.evict_from_ram(GB) == 2 * 4 * KB  # two were queued
     assert cache.usage[:2] == (2, 2 * 4 * KB)
     go.set()
-    assert cache.flush(5) and cache.evict_from_ram(1) == 4 * KB and cache.evict_from_ram(GB) == 4 * KB
+    assert cache.flush(60) and cache.evict_from_ram(1) == 4 * KB and cache.evict_from_ram(GB) == 4 * KB
     assert all(mx.all(cache.get(f"h{n}", "m") == n).item() for n in range(4))
     cache.close()
 
@@ -272,12 +273,12 @@ def test_without_files_features_are_lost_when_memory_is_short():
 def test_asking_where_features_are_changes_and_counts_nothing(opened, tmp_path):
     tiers = opened(config={"max_vision_memory": "8KB"})
     put(tiers, 0, 1, 2)
-    assert tiers.flush(5)
+    assert tiers.flush(60)
     times = {path: path.stat().st_mtime_ns for path in (tmp_path / "root" / VISION_FOLDER).iterdir()}
     for _ in range(3):
         assert tiers_of(tiers, 4) == ["ssd", "ram", "ram", None]
     stats = cache_of(tiers).stats
-    assert (stats.hits, stats.misses, stats.disk_loads) == (0, 0, 0) and tiers.flush(5)
+    assert (stats.hits, stats.misses, stats.disk_loads) == (0, 0, 0) and tiers.flush(60)
     assert {path: path.stat().st_mtime_ns for path in times} == times
     put(tiers, 3)  # number 1 is still the least recently used
     assert tiers_of(tiers, 4) == ["ssd", "ssd", "ram", "ram"]
@@ -291,7 +292,7 @@ def test_figures_count_a_folder_that_many_use_once(opened):
     one, two = opened("one"), opened("two")
     put(one, 1, 2)
     put(two, 3)
-    assert one.flush(5) and has(one, 1) and not has(two, 1)
+    assert one.flush(60) and has(one, 1) and not has(two, 1)
     found = [tiers.stats()["features"] for tiers in (one, two)]
     assert [f["disk_entries"] for f in found] == [2, 1] and [f["ram_entries"] for f in found] == [2, 1]
     total = figures([cache_of(one), cache_of(two)])
@@ -311,14 +312,14 @@ def test_clearing_a_model_takes_its_features_from_ram_and_disk(opened, tmp_path)
     one, two = opened("one"), opened("two")
     put(one, 1, 2)
     put(two, 3)
-    assert one.flush(5)
+    assert one.flush(60)
     size = on_disk_bytes(tmp_path)
     assert clear_cache(config_of(tmp_path), [one, two], "one") == (0, size * 2 // 3, 2)
     assert tiers_of(one, 3) == [None] * 3 and not has(one, 1) and tiers_of(two, 4)[3] == "ram"
     assert clear_cache(config_of(tmp_path), [one, two], "absent") == (0, 0, 0)
     assert clear_cache(config_of(tmp_path), [one, two], None).images == 1 and on_disk(tmp_path / "root") == []
     put(one, 1)
-    assert has(one, 1) and one.flush(5) and len(on_disk(tmp_path / "root")) == 1 and cache_of(one).check() == []
+    assert has(one, 1) and one.flush(60) and len(on_disk(tmp_path / "root")) == 1 and cache_of(one).check() == []
 
 
 def on_disk_bytes(tmp_path: Path) -> int:
@@ -338,7 +339,7 @@ def test_features_of_models_that_are_not_loaded_are_cleared_too(opened, tmp_path
 def test_what_other_caches_have_in_ram_of_cleared_files_is_forgotten(tmp_path):
     one, two = (VisionFeatureSSDCache(tmp_path / "f", free_reserve_bytes=0) for _ in range(2))
     one.put("h", "m", mx.ones((8,)))
-    assert one.flush(5) and two.get("h", "m") is not None and two.usage.ram_entries == 1
+    assert one.flush(60) and two.get("h", "m") is not None and two.usage.ram_entries == 1
     assert list(one.clear(lambda key: key.image_hash == "h")) == [("h", "m")]
     assert two.usage == (0, 0, 0, 0) and two.get("h", "m") is None
     one.close()
@@ -356,13 +357,13 @@ def test_what_waits_to_be_written_is_cleared_too(opened, tmp_path, monkeypatch):
 
     def slow(*args):
         reached.set()
-        assert go.wait(20)
+        assert go.wait(60)
         write_feature_file(*args)
 
     monkeypatch.setattr(feature_folder, "write_feature_file", slow)
     tiers = opened()
     put(tiers, 1, 2)
-    assert reached.wait(10)
+    assert reached.wait(60)
     threading.Timer(0.2, go.set).start()
     assert clear_cache(config_of(tmp_path), [tiers], "m").images == 2
     assert on_disk(tmp_path / "root") == [] and tiers_of(tiers, 3) == [None] * 3
@@ -371,7 +372,7 @@ def test_what_waits_to_be_written_is_cleared_too(opened, tmp_path, monkeypatch):
 def test_older_features_go_by_their_last_use(opened, tmp_path, monkeypatch):
     tiers = opened(config={"max_vision_memory": "12KB"})
     put(tiers, *range(6))
-    assert tiers.flush(5)
+    assert tiers.flush(60)
     now = time.time_ns()
     monkeypatch.setattr(time, "time_ns", lambda: now + 10 * DAY_NS)
     assert has(tiers, 1)  # from its file

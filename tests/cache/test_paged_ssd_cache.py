@@ -39,7 +39,7 @@ def opened(tmp_path):
 
     yield opener
     for manager in managers:
-        manager.close(5)
+        manager.close(60)
 
 
 def arrays(n):
@@ -92,7 +92,7 @@ def test_a_block_goes_through_ram_queue_and_file(opened):
     class Slow(PagedSSDCacheManager):
         @staticmethod
         def _write_safetensors_no_mx(path, buffer, known):
-            gate.wait(5)
+            assert gate.wait(60)
             PagedSSDCacheManager._write_safetensors_no_mx(path, buffer, known)
 
     cache = opened(hot=NBYTES, kind=Slow)
@@ -101,7 +101,7 @@ def test_a_block_goes_through_ram_queue_and_file(opened):
     assert save(cache, 2) and cache.tier_of(name(1)) == "writing" and read(cache, 1) == "ram"
     assert len(cache._index) == 2 and cache.stats().queue_bytes > 0
     gate.set()
-    assert cache.flush(5) and cache.tier_of(name(1)) == "ssd" and read(cache, 1) == "ssd"
+    assert cache.flush(60) and cache.tier_of(name(1)) == "ssd" and read(cache, 1) == "ssd"
     assert read(cache, 1, whole=True) == "ssd" and read(cache, 2) == "ram"
     stats = cache.stats()
     assert (stats.hits_ram, stats.hits_ssd, stats.misses, stats.saves) == (3, 2, 1, 2)
@@ -114,7 +114,7 @@ def test_arrays_come_back_as_saved_from_every_tier_and_plain_mx_load_reads_the_f
     cache = opened(hot=MB)
     assert cache.save_block(b"\x12\x34" * 16, arrays(1), 8)
     assert equal(cache.load_block(b"\x12\x34" * 16), arrays(1))
-    cache.flush(5)
+    cache.flush(60)
     cache.close()
     cache = opened(hot=MB)
     assert cache.tier_of(b"\x12\x34" * 16) == "ssd"
@@ -129,10 +129,10 @@ def test_saving_a_known_block_puts_it_back_into_ram_and_writes_nothing(opened):
     cache = opened(hot=2 * NBYTES)
     for n in range(3):
         save(cache, n, group=n)
-    cache.flush(5)
+    cache.flush(60)
     written = cache.get_block_path(name(0)).stat().st_mtime_ns
     assert in_ram(cache) == {1, 2} and save(cache, 0) and in_ram(cache) == {0, 2}
-    assert cache.flush(5) and cache.get_block_path(name(0)).stat().st_mtime_ns == written
+    assert cache.flush(60) and cache.get_block_path(name(0)).stat().st_mtime_ns == written
     assert cache.stats().saves == 3 and [m.block_hash for m in cache._index.get_all_metadata()][-1] == name(0)
 
 
@@ -170,7 +170,7 @@ def test_pinned_blocks_stay_in_both_tiers(opened):
     cache.pin(name(0))
     for n in range(12):
         save(cache, n)
-    assert cache.flush(5) and 0 in in_ram(cache) and 0 in on_disk(cache)
+    assert cache.flush(60) and 0 in in_ram(cache) and 0 in on_disk(cache)
     cache.unpin(name(0))
     for n in range(12, 20):
         save(cache, n)
@@ -183,7 +183,7 @@ def test_loading_marks_as_used_and_reading_does_not(opened):
     cache = opened(limit=4 * SIZE + 24_000)
     for n in range(3):
         save(cache, n)
-    cache.flush(5)
+    cache.flush(60)
     assert cache.load_block(name(0)) and read(cache, 1)
     order = [m.block_hash for m in cache._index.get_all_metadata()]
     assert order == [name(1), name(2), name(0)]
@@ -254,10 +254,10 @@ def test_another_layout_than_asked_for_is_a_miss_and_goes(opened):
     cache = opened(hot=NBYTES)
     save(cache, 1)
     save(cache, 2)
-    cache.flush(5)
+    cache.flush(60)
     other = tuple(spec._replace(shape=(1, 8, 2, 16)) for spec in SPECS)
     assert cache.read_block(name(1), Target(other)) is None and cache.read_block(name(2), Target(other)) is None
-    assert not cache.contains(name(1)) and not cache.contains(name(2)) and cache.flush(5) and cache.check() == []
+    assert not cache.contains(name(1)) and not cache.contains(name(2)) and cache.flush(60) and cache.check() == []
 
 
 # ---- several managers
@@ -275,7 +275,7 @@ def test_models_share_limit_lock_and_thread_but_no_blocks(opened, tmp_path):
     assert a.load_block(name(0)) is not None
     for n in range(1, 5):
         save(b, n)
-    assert a.flush(5) and our_bytes(tmp_path / "root") <= 6 * SIZE + 20_000
+    assert a.flush(60) and our_bytes(tmp_path / "root") <= 6 * SIZE + 20_000
     assert on_disk(a) == {0} and on_disk(b) == {0, 1, 2, 3, 4} and hot.bytes <= 3 * NBYTES
     a.close()
     assert read(b, 3) and save(b, 7) and b.check() == []
@@ -286,7 +286,7 @@ def test_the_same_folder_twice_in_a_process_is_one_store(opened):
     save(a, 1)
     assert b.contains(name(1)) and read(b, 1)
     a.close()
-    assert save(b, 2) and b.flush(5) and read(b, 1) == "ssd"
+    assert save(b, 2) and b.flush(60) and read(b, 1) == "ssd"
 
 
 def test_another_process_is_named(opened, tmp_path):
@@ -310,12 +310,12 @@ def run_python(script, *args):
 def test_a_damaged_file_is_a_miss_is_counted_and_heals(opened, how):
     cache = opened()
     save(cache, 1)
-    cache.flush(5)
+    cache.flush(60)
     damage(cache.get_block_path(name(1)), how)
     assert (read(cache, 1) if how < "h" else cache.load_block(name(1))) is None
     stats = cache.stats()
     assert (stats.damaged, stats.misses) == (1, 1) and not cache.contains(name(1))
-    assert save(cache, 1) and cache.flush(5) and read(cache, 1) == "ssd" and cache.check() == []
+    assert save(cache, 1) and cache.flush(60) and read(cache, 1) == "ssd" and cache.check() == []
 
 
 def test_a_failed_write_leaves_ram_only_and_is_written_when_asked_again(opened):
@@ -329,10 +329,10 @@ def test_a_failed_write_leaves_ram_only_and_is_written_when_asked_again(opened):
             PagedSSDCacheManager._write_safetensors_no_mx(path, buffer, known)
 
     cache = opened(hot=2 * NBYTES, kind=Broken)
-    assert save(cache, 1) and not cache.flush(5)
+    assert save(cache, 1) and not cache.flush(60)
     assert len(cache._index) == 0 and read(cache, 1) == "ram" and cache.stats().write_errors >= 1
     Broken.broken = False
-    assert save(cache, 1) and cache.flush(5) and cache.get_block_path(name(1)).exists() and cache.check() == []
+    assert save(cache, 1) and cache.flush(60) and cache.get_block_path(name(1)).exists() and cache.check() == []
     cache.evict_from_ram(MB)
     assert read(cache, 1) == "ssd"
 
@@ -343,17 +343,16 @@ def test_saving_never_waits_for_the_disk_and_a_full_queue_leaves_no_hole(opened)
     class Stuck(PagedSSDCacheManager):
         @staticmethod
         def _write_safetensors_no_mx(path, buffer, known):
-            gate.wait(10)
+            assert gate.wait(60)
             PagedSSDCacheManager._write_safetensors_no_mx(path, buffer, known)
 
     cache = opened(hot=20 * NBYTES, kind=Stuck, max_queue_bytes=3 * SIZE)
-    started = time.monotonic()
     for n in range(15):
         assert save(cache, n)
-    assert time.monotonic() - started < 1 and len(cache._index) == 3 and in_ram(cache) == set(range(15))
+    assert not gate.is_set() and len(cache._index) == 3 and in_ram(cache) == set(range(15))
     assert cache.stats().queue_bytes <= 3 * SIZE
     gate.set()
-    assert cache.flush(10) and on_disk(cache) == set(range(15)) and cache.stats().dropped_writes == 0
+    assert cache.flush(60) and on_disk(cache) == set(range(15)) and cache.stats().dropped_writes == 0
 
 
 # ---- the documents
@@ -389,12 +388,12 @@ def test_document_003s_size_limit_evicts_before_a_new_block(opened):
     cache = opened(limit=4 * SIZE + 24_000)
     for n in range(3):
         save(cache, n)
-    assert cache.flush(5) and cache._enforce_size_limit_for_new_block(3 * SIZE)
-    assert on_disk(cache) == {2} and cache.flush(5) and cache.check() == []
+    assert cache.flush(60) and cache._enforce_size_limit_for_new_block(3 * SIZE)
+    assert on_disk(cache) == {2} and cache.flush(60) and cache.check() == []
     assert not cache._enforce_size_limit_for_new_block(100 * SIZE) and on_disk(cache) == {2}
     for n in range(3, 20):
         save(cache, n)
-    assert cache.flush(5) and max(on_disk(cache)) == 19 and cache.stats().evictions_ssd >= 15
+    assert cache.flush(60) and max(on_disk(cache)) == 19 and cache.stats().evictions_ssd >= 15
     assert our_bytes(cache.get_block_path(name(19)).parents[2]) <= 4 * SIZE + 16_000
 
 
@@ -405,7 +404,7 @@ def test_a_smaller_limit_at_restart_is_met_and_the_last_used_stay(opened, tmp_pa
     cache.touch([name(0)])
     cache.close()
     cache = opened(limit=3 * SIZE + 16_000)
-    cache.flush(5)
+    cache.flush(60)
     assert 0 in on_disk(cache) and our_bytes(tmp_path / "root") <= 3 * SIZE + 16_000 and cache.check() == []
 
 
@@ -480,7 +479,7 @@ class StoreMachine(RuleBasedStateMachine):
     def pin(self, n):
         self.pins.append(n)
         self.cache.pin(name(n))
-        if self.cache.flush(5) and self.cache.contains(name(n)):
+        if self.cache.flush(60) and self.cache.contains(name(n)):
             self.safe.add(n)
 
     @precondition(lambda self: self.pins)
@@ -519,12 +518,12 @@ class StoreMachine(RuleBasedStateMachine):
         other = self.manager(limit * SIZE + 20_000)
         self.limit = min(self.limit, limit * SIZE + 20_000)
         assert all(other.contains(name(n)) for n in on_disk(self.cache))
-        other.close(5)
+        other.close(60)
 
     @rule(limit=st.sampled_from([3, 5, 50]), index=st.sampled_from(["kept", "lost", "cut"]))
     def restart(self, limit, index):
         self.errors = {"write": 0, "read": 0}
-        self.cache.close(5)
+        self.cache.close(60)
         path = Path(self.folder) / INDEX_NAME
         if index == "lost":
             path.unlink()
@@ -538,7 +537,7 @@ class StoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: not any(self.errors.values()))
     @rule(n=names)
     def damage(self, n):
-        self.cache.flush(5)
+        self.cache.flush(60)
         path = self.cache.get_block_path(name(n))
         if path and self.cache.tier_of(name(n)) == "ssd":
             path.write_bytes(path.read_bytes()[:-1])
@@ -555,7 +554,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     def teardown(self):
         if hasattr(self, "cache"):
-            self.cache.close(5)
+            self.cache.close(60)
 
 
 def test_any_order_of_events_gives_right_blocks_or_misses(tmp_path, monkeypatch):
@@ -572,6 +571,6 @@ def test_a_bad_token_count_stores_nothing(tmp_path, count):
     try:
         with pytest.raises(ValueError, match="token_count must be an int"):
             store.save_block(b"hash", [(np.zeros(4, np.float32),)], count)
-        assert store.flush(10) and store.get_meta(b"hash") is None and store.stats().blocks_ram == 0
+        assert store.flush(60) and store.get_meta(b"hash") is None and store.stats().blocks_ram == 0
     finally:
         store.close()

@@ -19,7 +19,7 @@ def runner() -> TinyRunner:
 def store(tmp_path):
     with_files = PagedSSDCacheManager(tmp_path / "root" / "m", 1 << 26, 1 << 26, root_dir=tmp_path / "root")
     yield with_files
-    with_files.close(5)
+    with_files.close(60)
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def test_it_changes_nothing(runner, tmp_path, monkeypatch):
     store = PagedSSDCacheManager(tmp_path, 1 << 26, 1 << 26)
     bench = Bench(runner, store)
     bench.ask(prompt(50))
-    store.flush(5)
+    store.flush(60)
     for call in ("pin", "unpin", "touch", "save_block", "delete_block", "read_block", "load_block"):
         monkeypatch.setattr(store, call, lambda *_, call=call: pytest.fail(f"{call} was called"))
     before, order = store.stats(), store._index.get_all_metadata()
@@ -81,13 +81,13 @@ def test_it_changes_nothing(runner, tmp_path, monkeypatch):
     assert store.stats() == before and store._index.get_all_metadata() == order
     assert bench.paged.requests() == () and bench.prefix.probe([]) == ((), 0, None)
     monkeypatch.undo()
-    store.close(5)
+    store.close(60)
 
 
 def test_it_shows_where_each_block_is(bench, store):
     tokens = prompt(4 * B)
     bench.ask(tokens, max_tokens=1)
-    store.flush(5)
+    store.flush(60)
     assert states(bench, tokens) == ["ram"] * 4
     store.evict_from_ram(1)  # the tail goes first
     assert states(bench, tokens) == ["ram", "ram", "ram", "ssd"]
@@ -139,7 +139,7 @@ def test_evicted_is_said_for_ram_and_for_files(runner, store, tmp_path):
     bench.ask(prompt(60))
     files._disk.blocks.lower_limit(0)
     assert reason(bench, prompt(60)) == "evicted"
-    files.close(5)
+    files.close(60)
 
 
 def test_a_damaged_file_is_said(bench, store):

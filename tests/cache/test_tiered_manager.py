@@ -49,7 +49,7 @@ def opened(tmp_path):
 
     yield opener
     for manager in managers:
-        manager.close(5)
+        manager.close(60)
 
 
 # ---- what is built
@@ -74,7 +74,7 @@ def test_a_stack_without_any_tier_is_refused():
 def test_models_have_folders_of_their_own_under_the_root(opened, tmp_path):
     one, two = opened(model_name="org/one"), opened(model_name="two")
     save(one, 1)
-    assert one.flush(5) and two.prefix_cache.load_block(name(1)) is None
+    assert one.flush(60) and two.prefix_cache.load_block(name(1)) is None
     assert one.store.get_block_path(name(1)).is_relative_to(tmp_path / "cache" / folder_name("org/one"))
 
 
@@ -107,7 +107,7 @@ def test_a_block_that_the_cold_tier_gave_up_is_written_again_before_it_goes(open
     config = CacheConfig(hot_cache_max_size=GB, max_paged_ssd_cache_size=3 * size + 30_000)
     tiers = opened(config=config)
     save(tiers, *range(6))
-    assert tiers.flush(5) and not tiers.store.get_block_path(name(0))
+    assert tiers.flush(60) and not tiers.store.get_block_path(name(0))
     assert tiers.evict_blocks_to_cold(NBYTES) == NBYTES
     assert tier(tiers, 0) == "ssd" and tiers.store.check() == []
 
@@ -116,7 +116,7 @@ def test_without_waiting_a_block_can_be_read_throughout(opened, monkeypatch):
     gate = threading.Event()
     tiers = opened()
     write = tiers.store._write_safetensors_no_mx
-    monkeypatch.setattr(tiers.store, "_write_safetensors_no_mx", lambda *a: (gate.wait(10), write(*a)))
+    monkeypatch.setattr(tiers.store, "_write_safetensors_no_mx", lambda *a: (gate.wait(60), write(*a)))
     save(tiers, 0, 1)
     assert tiers.evict_blocks_to_cold(GB, wait_s=0) == 2 * NBYTES
     assert tier(tiers, 1) == "writing" and tiers.prefix_cache.load_block(name(1)) is not None
@@ -217,7 +217,7 @@ def test_an_id_that_a_request_knows_as_another_block_restores_nothing(opened):
 def test_no_room_in_ram_is_said(opened):
     tiers = opened(NBYTES)
     save(tiers, 0, 1)
-    tiers.flush(5)
+    tiers.flush(60)
     tiers.store.pin(name(1))
     assert not tiers.restore_block_from_cold(1, name(0)) and in_ram(tiers) == [1]
     tiers.store.unpin(name(1))
@@ -271,7 +271,7 @@ def test_many_threads_may_evict_restore_and_save_at_once(opened):
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert wrong == [] and tiers.flush(10) and tiers.store.check() == [] and tiers.store.hot_bytes <= 8 * NBYTES
+    assert wrong == [] and tiers.flush(60) and tiers.store.check() == [] and tiers.store.hot_bytes <= 8 * NBYTES
 
 
 # ---- clearing

@@ -32,7 +32,7 @@ def opener(tmp_path: Path) -> Iterator[Opener]:
 
     yield opened
     for store in stores:
-        store.close(10)
+        store.close(60)
 
 
 # One tier, and two of which the prompt exceeds both.
@@ -47,18 +47,18 @@ def test_a_prompt_larger_than_the_cache_leaves_the_others_cached(
     store = opener(ram, ssd, write_policy=policy)
     bench = Bench(TinyRunner(), store, block_size=B)
     bench.ask(SMALL)
-    assert store.flush(10)
+    assert store.flush(60)
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             bench.ask(LARGE, max_tokens=2)
-            assert store.flush(10)
+            assert store.flush(60)
     assert bench.failures == {} and store.stats().declined > BLOCKS
     assert [r.message for r in caplog.records if "exceeds the cache" in r.message][1:] == []
     repeated = bench.ask(LARGE, max_tokens=2).stats.cached_tokens
     assert BLOCKS // 4 * B <= repeated <= BLOCKS * B
     assert bench.prefix.probe(LARGE).first_miss == (repeated, "larger than the cache", None)
     assert bench.ask(SMALL).stats.cached_tokens == len(SMALL) - 1
-    assert store.flush(10) and store.check() == []
+    assert store.flush(60) and store.check() == []
 
 
 @pytest.mark.parametrize(("ram", "ssd"), LIMITS)
@@ -67,7 +67,7 @@ def test_a_prompt_that_just_fits_is_cached_whole(opener: Opener, ram: int, ssd: 
     bench = Bench(TinyRunner(), store, block_size=B)
     prompt = LARGE[: (BLOCKS - 2) * B]
     bench.ask(prompt, max_tokens=2)
-    assert store.flush(10) and store.stats().declined == 0
+    assert store.flush(60) and store.stats().declined == 0
     assert bench.ask(prompt, max_tokens=2).stats.cached_tokens == len(prompt) - 1
 
 
@@ -76,7 +76,7 @@ def test_a_prompt_larger_than_ram_alone_is_cached_on_ssd_and_leaves_ram_to_other
     bench = Bench(TinyRunner(), store, block_size=B)
     bench.ask(SMALL)
     bench.ask(LARGE, max_tokens=2)
-    assert store.flush(10) and store.stats().declined == 0
+    assert store.flush(60) and store.stats().declined == 0
     again = bench.ask(SMALL).stats
     assert again.cached_ram_tokens == len(SMALL) - 1
     assert bench.ask(LARGE, max_tokens=2).stats.cached_tokens == len(LARGE) - 1

@@ -4,7 +4,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from omlx.cache.paged_ssd_cache import PagedSSDCacheManager
 from omlx.storage.hot_tier import HotTier
 from tests.cache.test_paged_ssd_cache import SIZE, on_disk, read, save
 from tests.storage.blocks import NBYTES, name
+from tests.support import wait_until
 
 MB = 1 << 20
 REPOSITORY = Path(__file__).parents[2]
@@ -35,7 +35,7 @@ def opened(tmp_path: Path) -> Iterator[Opener]:
 
     yield opener
     for manager in managers:
-        manager.close(5)
+        manager.close(60)
 
 
 class Gated(PagedSSDCacheManager):
@@ -46,7 +46,7 @@ class Gated(PagedSSDCacheManager):
 
     @staticmethod
     def _write_safetensors_no_mx(path: Any, buffer: Any, known: Any) -> None:
-        Gated.gate.wait(10)
+        Gated.gate.wait(60)
         if Gated.error is not None:
             raise Gated.error
         PagedSSDCacheManager._write_safetensors_no_mx(path, buffer, known)
@@ -93,7 +93,7 @@ def test_what_is_deleted_before_it_leaves_is_never_written(opened: Opener) -> No
             cache.settle(10)  # the writer has all the time it needs
             if n:
                 cache.delete_block(name(n - 1))
-        assert cache.close(5)
+        assert cache.close(60)
         written[policy] = cache.stats().files_written
     assert written == {"through": 20, "back": 1}
 
@@ -102,9 +102,9 @@ def test_flush_and_close_write_what_only_ram_has(opened: Opener) -> None:
     cache = opened(hot=10)
     for n in range(4):
         save(cache, n)
-    assert cache.flush(5) and on_disk(cache) == {0, 1, 2, 3} and cache.stats().unsaved_bytes == 0
+    assert cache.flush(60) and on_disk(cache) == {0, 1, 2, 3} and cache.stats().unsaved_bytes == 0
     save(cache, 4)
-    assert cache.close(5)
+    assert cache.close(60)
     again = opened(hot=10)
     assert on_disk(again) == set(range(5)) and all(read(again, n) == "ssd" for n in range(5))
 
@@ -114,13 +114,13 @@ def test_a_clean_block_is_never_written_again(opened: Opener, policy: str) -> No
     first = opened(hot=10, policy=policy)
     for n in range(4):
         save(first, n)
-    first.close(5)
+    first.close(60)
     cache = opened(hot=2, policy=policy)
     for _ in range(3):
         for n in range(4):
             assert cache.load_block(name(n)) is not None and cache.tier_of(name(n)) == "ram"
             assert save(cache, n)
-    assert cache.stats().evictions_ram >= 10 and cache.close(5)
+    assert cache.stats().evictions_ram >= 10 and cache.close(60)
     assert (cache.stats().files_written, cache.stats().bytes_written) == (0, 0)
 
 
@@ -137,11 +137,10 @@ def test_with_a_full_queue_unsaved_blocks_leave_last_and_nobody_waits(opened: Op
     cache = opened(hot=4, kind=Gated, max_queue_bytes=2 * SIZE)
     gate.set()
     save(cache, 10)
-    cache.flush(5)
+    cache.flush(60)
     gate.clear()
     save(cache, 20)
     save(cache, 21)
-    started = time.monotonic()
     assert cache.evict_from_ram(MB) == 3 * NBYTES and cache.tier_of(name(20)) == "writing"  # the queue is full
     for n in range(3):
         save(cache, n)
@@ -151,9 +150,8 @@ def test_with_a_full_queue_unsaved_blocks_leave_last_and_nobody_waits(opened: Op
     save(cache, 4)
     assert cache.load_block(name(10)) is not None and cache.tier_of(name(10)) == "ssd"  # not worth one of the others
     assert [cache.tier_of(name(n)) for n in range(5)] == [None, "ram", "ram", "ram", "ram"]
-    assert time.monotonic() - started < 5
     gate.set()
-    assert cache.flush(5) and cache.check() == []
+    assert cache.flush(60) and cache.check() == []
     assert on_disk(cache, 30) == {1, 2, 3, 4, 10, 20, 21} and cache.stats().dropped_writes == 1
 
 
@@ -162,17 +160,17 @@ def test_while_writes_fail_a_block_that_only_ram_has_is_not_given_up(opened: Ope
     gate.set()
     for n in range(10, 13):
         save(cache, n)
-    cache.flush(5)
+    cache.flush(60)
     Gated.error = OSError(28, "no space")
     save(cache, 0)
-    assert not cache.flush(5) and cache.tier_of(name(0)) == "ram"
+    assert not cache.flush(60) and cache.tier_of(name(0)) == "ram"
     assert cache.evict_from_ram(4 * NBYTES, wait_s=5) == 3 * NBYTES and cache.tier_of(name(0)) == "ram"
     for n in (1, 2, 3):
         save(cache, n)
     assert cache.load_block(name(10)) is not None  # finds no room: 0 to 3 stay
     assert {n for n in range(4) if cache.tier_of(name(n)) == "ram"} == {0, 1, 2, 3}
     Gated.error = None
-    assert cache.flush(5) and on_disk(cache) == {0, 1, 2, 3, 10, 11, 12} and cache.check() == []
+    assert cache.flush(60) and on_disk(cache) == {0, 1, 2, 3, 10, 11, 12} and cache.check() == []
 
 
 def test_without_a_ram_tier_it_is_through(opened: Opener) -> None:
@@ -193,7 +191,7 @@ def test_models_that_share_the_ram_tier_write_each_others_blocks_out(opened: Ope
     save(one, 1)
     save(two, 0)
     assert settled(one) == {0} and settled(two) == set() and read(one, 0) == "ssd"
-    assert one.close(5) and on_disk(opened(folder="one")) == {0, 1}
+    assert one.close(60) and on_disk(opened(folder="one")) == {0, 1}
 
 
 def test_heads_are_younger_than_tails_on_disk(opened: Opener) -> None:
@@ -201,14 +199,14 @@ def test_heads_are_younger_than_tails_on_disk(opened: Opener) -> None:
     cache = opened(hot=20, max_queue_bytes=3 * SIZE)
     for n in range(10):
         save(cache, n, group="request")
-    assert cache.flush(5)
+    assert cache.flush(60)
     assert [meta.block_hash for meta in cache._index.get_all_metadata()] == [name(n) for n in range(9, -1, -1)]
 
 
 def test_a_block_whose_file_is_gone_is_written_when_it_is_saved_again(opened: Opener) -> None:
     cache = opened(hot=2)
     save(cache, 0)
-    cache.flush(5)
+    cache.flush(60)
     path = cache.get_block_path(name(0))
     assert path is not None
     path.unlink()
@@ -224,15 +222,10 @@ def test_a_folder_that_is_lost_makes_blocks_in_ram_unsaved_again(opened: Opener,
     cache = opened(hot=10)
     for n in range(3):
         save(cache, n)
-    assert cache.flush(5) and cache.stats().unsaved_bytes == 0
+    assert cache.flush(60) and cache.stats().unsaved_bytes == 0
     (tmp_path / "root").rename(tmp_path / "elsewhere")
     save(cache, 3)
-    for _ in range(100):
-        cache.flush(5)
-        if on_disk(cache) == {0, 1, 2, 3}:
-            break
-        time.sleep(0.05)
-    assert on_disk(cache) == {0, 1, 2, 3} and cache.close(5)
+    assert wait_until(lambda: cache.flush(60) and on_disk(cache) == {0, 1, 2, 3}) and cache.close(60)
     assert on_disk(opened()) == {0, 1, 2, 3}
 
 
@@ -252,7 +245,7 @@ def test_the_factory_passes_the_policy_on(tmp_path: Path) -> None:
         save(cache, 0)
         cache.settle(5)
         assert cache.stats().files_written == written
-        cache.close(5)
+        cache.close(60)
     with pytest.raises(ValueError, match='"forth" is no write policy'):
         CacheConfig(cache_write_policy="forth")  # type: ignore[arg-type]
 

@@ -44,7 +44,7 @@ class ServerProcess:
         assert self._process is not None
         self._process.terminate()
         try:
-            self._process.communicate(timeout=20)
+            self._process.communicate(timeout=60)
         finally:
             self._process.kill()
             self._process.wait()

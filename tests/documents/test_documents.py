@@ -198,7 +198,7 @@ def test_the_shell_command_serves_and_keeps_blocks_in_a_folder_of_the_model(page
                 cached.append(ask(f"http://127.0.0.1:{port}"))
             finally:
                 os.killpg(server.pid, signal.SIGTERM)  # bash and the server: a session of their own
-            out, _ = server.communicate(timeout=20)
+            out, _ = server.communicate(timeout=60)
         assert server.returncode in (0, -signal.SIGTERM)
         assert b"paged_ssd_cache_max_size: 200 GB [flag]" in out
     assert cached == [0, 359]

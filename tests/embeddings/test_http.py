@@ -2,7 +2,9 @@
 
 import asyncio
 import base64
+import json
 import logging
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,9 +18,10 @@ from openai import OpenAI
 from omlx.engine.pool import EnginePool
 from omlx.server import create_app
 from omlx.settings import Settings
-from tests.api.serving import served, wait_until
+from tests.api.serving import served
 from tests.embeddings.serving import post, serving
 from tests.embeddings.tiny import CLS, POSITIONS, SEP, Reference, ids_of
+from tests.support import wait_until
 
 TEXTS = ["hello world", "a", "the quick brown fox", "a"]
 
@@ -137,8 +140,11 @@ def test_a_full_queue_is_a_503_and_a_client_that_leaves_frees_its_place(home):
     with serving(home, **config) as (address, pool):
         assert post(address, "embeddings", model="vectors", input="a").status_code == 200
         engine = asyncio.run(pool.get_embedder("vectors"))
-        with pytest.raises(httpx.ReadTimeout):
-            httpx.post(f"{address}/v1/embeddings", json={"model": "vectors", "input": ["b" * 80] * 2000}, timeout=0.3)
+        content = json.dumps({"model": "vectors", "input": ["b" * 80] * 2000}).encode()
+        with socket.create_connection(("127.0.0.1", int(address.rpartition(":")[2])), timeout=60) as leaving:
+            head = b"POST /v1/embeddings HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(content)
+            leaving.sendall(head + content)
+            wait_until(lambda: engine.scheduler.waiting_inputs)
         wait_until(lambda: engine.scheduler.stats.dropped == 1)
         assert engine.scheduler.stats.tokens < 2000 * 82
         slow = engine.encode(engine.tokenize(["b" * 80] * 2000))

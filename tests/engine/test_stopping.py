@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from omlx.testing.tiny_model import make_tiny_model
-from tests.api.serving import wait_until
+from tests.support import wait_until
 
 # The command itself, but for the bound on time, which would end the work before the signal comes.
 PROGRAM = """

@@ -37,8 +37,8 @@ def open_store(root: Path, ram: int = 1 << 26) -> PagedSSDCacheManager:
 def store(tmp_path: Path) -> Iterator[PagedSSDCacheManager]:
     opened = open_store(tmp_path / "root")
     yield opened
-    assert opened.flush(10) and opened.check() == []
-    opened.close(5)
+    assert opened.flush(60) and opened.check() == []
+    opened.close(60)
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
@@ -81,14 +81,14 @@ def test_cold_ram_ssd_and_restart_are_equal_to_the_last_bit(family: str, tmp_pat
     for n, text in texts.items():
         assert bench.answer(ask(bench, text)) == answers[n], n
     _repeats(bench, texts, answers, "ram")
-    assert store.flush(10)
+    assert store.flush(60)
     store.evict_from_ram(1 << 30)
     # Files differ from RAM only in where bytes come from, so a third of the lengths will do for each.
     _repeats(bench, dict(list(texts.items())[::3]), answers, "ssd")
-    assert store.flush(10) and store.check() == [] and store.close(10)
+    assert store.flush(60) and store.check() == [] and store.close(60)
     bench = Bench(runner(family), store := open_store(tmp_path))
     _repeats(bench, dict(list(texts.items())[1::3]), answers, "ssd")
-    store.close(10)
+    store.close(60)
 
 
 def _repeats(bench: Bench, texts: dict[int, list[int]], answers: dict[int, Any], tier: str) -> None:

@@ -37,7 +37,7 @@ def test_cold_ram_and_ssd_are_equal_and_two_at_once_get_the_same_text(family: st
     cold = [bench.answer(bench.ask(text, cache=False)) for text in texts]
     assert [bench.answer(bench.ask(text)) for text in texts] == cold
     assert [bench.answer(bench.ask(text)) for text in texts] == cold
-    store.flush(10)
+    store.flush(60)
     store.evict_from_ram(1 << 30)
     again = [bench.ask(text) for text in texts]
     assert [bench.answer(request) for request in again] == cold
@@ -47,7 +47,7 @@ def test_cold_ram_and_ssd_are_equal_and_two_at_once_get_the_same_text(family: st
     assert bench.failures == {}
     for request, alone in zip(together, cold, strict=True):
         assert [x[:2] for x in bench.answer(request)] == [x[:2] for x in alone]
-    store.close(5)
+    store.close(60)
 
 
 @pytest.mark.parametrize(("bits", "share"), [(8, 0.34), (4, 0.22)])
@@ -56,9 +56,9 @@ def test_blocks_on_disk_are_as_much_smaller(bits: int, share: float, tmp_path: P
     for kv_bits in (None, bits):
         store = open_store(tmp_path / str(kv_bits))
         Bench(zoo.runner("llama", kv_bits, wide=True), store, block_size=64).ask(prompt(640))
-        store.flush(10)
+        store.flush(60)
         sizes.append(store.stats().ssd_bytes)
-        store.close(5)
+        store.close(60)
     assert sizes[1] <= sizes[0] * share  # of float32; scales and headers included
 
 
@@ -87,7 +87,7 @@ def test_quantised_blocks_are_never_mixed_with_others(tmp_path: Path) -> None:
         "other KV settings"
         in Bench(zoo.runner("llama", 8, wide=True), store, block_size=32).prefix.probe(text).first_miss.reason
     )  # type: ignore[union-attr]
-    store.close(5)
+    store.close(60)
 
 
 def test_quantised_answers_are_near_those_of_the_model() -> None:

@@ -167,16 +167,16 @@ def test_any_file_may_be_lost(family: str, tmp_path: Path) -> None:
     text = prompt(5 * B + 5)
     expected = cold(family, text, max_tokens=4)
     bench.ask(text, max_tokens=4, ignore_eos=True)
-    assert store.flush(10)
+    assert store.flush(60)
     rng = random.Random(3)
     for path in rng.sample(sorted((tmp_path / "m").rglob("*.safetensors")), 6):
         content = path.read_bytes()
         path.write_bytes(content[: len(content) // 2])
         request = bench.ask(text, max_tokens=4, ignore_eos=True)
         assert bench.answer(request) == expected
-        assert store.flush(10)
+        assert store.flush(60)
     assert bench.ask(text, max_tokens=4, ignore_eos=True).stats.cached_tokens == len(text) - 1
-    store.close(5)
+    store.close(60)
 
 
 def test_a_window_is_counted_up_to_its_size() -> None:
@@ -228,7 +228,7 @@ def test_a_forgotten_conversation_leaves_no_companions(family: str, tmp_path: Pa
     assert again.stats.cached_tokens == len(other) - 1 and bench.answer(again) == expected
     bench.prefix.forget(bench.prefix.conversation(other))
     assert store.metas() == []
-    store.close(5)
+    store.close(60)
 
 
 def test_a_probe_says_that_a_state_is_missing() -> None:
@@ -248,14 +248,14 @@ def test_a_repeat_from_files_leaves_windows_smaller_than_a_block_whole(tmp_path:
     bench = Bench(runner("gemma3_text"), store, block_size=64)
     text = prompt(100)
     talk = text + bench.tokens(bench.ask(text, max_tokens=60, ignore_eos=True))
-    assert store.flush(10)
+    assert store.flush(60)
     store.evict_from_ram(1 << 30)
     for _ in range(repeats):
         assert bench.ask(text, max_tokens=60, ignore_eos=True).stats.cached_tokens == 99
     misses = store.stats().misses
     assert bench.ask([*talk[:98], 5, 6]).stats.cached_tokens == 96
     assert store.stats().misses == misses and store.check() == []
-    store.close(10)
+    store.close(60)
 
 
 def test_windows_that_are_computed_because_that_is_faster_are_in_ram_afterwards(
@@ -265,7 +265,7 @@ def test_windows_that_are_computed_because_that_is_faster_are_in_ram_afterwards(
     bench = Bench(runner("gemma3_text"), store, exact="off")
     text = prompt(100)
     bench.ask(text)
-    assert store.flush(10)
+    assert store.flush(60)
     store.evict_from_ram(1 << 30)
     monkeypatch.setattr(StoredPrefixes, "_worth_loading", lambda self, match, *_: self._cache.shorten(match, 0))
     assert bench.ask(text).stats.cached_tokens == 0
@@ -273,7 +273,7 @@ def test_windows_that_are_computed_because_that_is_faster_are_in_ram_afterwards(
     again = bench.ask([*text[:90], 1, 2]).stats
     assert (again.cached_ram_tokens, again.cached_ssd_tokens) == (90, 0)
     assert store.stats().hits_ssd == 0
-    store.close(10)
+    store.close(60)
 
 
 @pytest.mark.parametrize("family", ["gemma3_text", "mamba2", "falcon_h1"])

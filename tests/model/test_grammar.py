@@ -396,7 +396,7 @@ async def test_it_is_refused_in_a_line_before_an_answer_begins(grammars, schema,
 
 async def test_who_waits_too_long_is_told_and_the_next_finds_it_ready(grammars, monkeypatch):
     def slow(*args: Any, **options: Any) -> Any:
-        assert unblocked.wait(30)
+        assert unblocked.wait(60)
         return compile_grammar(*args, **options)
 
     unblocked, compile_grammar = threading.Event(), grammar.LLMatcher

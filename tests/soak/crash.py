@@ -91,9 +91,9 @@ class Stores:
         return found is not None
 
     def close(self) -> None:
-        self.features.close(10)
+        self.features.close(60)
         for store in self.blocks:
-            store.close(10)
+            store.close(60)
 
 
 # ---- the process that is killed
@@ -171,7 +171,7 @@ def look(root: Path, seen: set[tuple[str, bytes]]) -> Counter[str]:
     images = {n for n in range(IMAGES) if (root / VISION_FOLDER / feature_name(FeatureKey(f"h{n}", "m"))).exists()}
     found = Counter(temporary=len(list(root.rglob(f"{TEMP_PREFIX}*"))), files=len(there), seen=len(seen & there))
     with closing(Stores(root)) as stores:
-        assert all(store.flush(30) for store in stores.blocks)
+        assert all(store.flush(60) for store in stores.blocks)
         left = list(root.rglob(f"{TEMP_PREFIX}*"))
         assert not left, f"temporary files are left: {left}"
         assert our_bytes(root) <= LIMIT, "the files exceed the limit"

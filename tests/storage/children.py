@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +20,7 @@ REPOSITORY = Path(__file__).parents[2]
 NOBODY = 65534
 
 
-def run_in_child(function: Callable[..., Any], *paths: Path, wrapped_in: tuple[str, ...] = (), timeout_s: float = 60):
+def run_in_child(function: Callable[..., Any], *paths: Path, wrapped_in: tuple[str, ...] = (), timeout_s: float = 240):
     """Calls a module's function with paths in a new Python, started through a command if one is given."""
     script = (
         f"import sys; from pathlib import Path; from {function.__module__} import {function.__name__} as function; "
@@ -71,13 +70,6 @@ def run_on_small_disk(function: Callable[..., Any], mount_point: Path, megabytes
 def trust_the_cache() -> None:
     """Has all that is stored loaded, as tests/conftest.py does for the tests of the parent process."""
     RestoreTime.LONG_S, RestoreTime.FORGET_S = math.inf, -1.0
-
-
-def wait_for(condition: Callable[[], Any], seconds: float = 10.0) -> Any:
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return condition()
 
 
 def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:

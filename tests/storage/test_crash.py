@@ -63,7 +63,7 @@ def test_a_process_that_ends_on_sigterm_loses_none_of_100_queued_blocks(start, t
     process = start(STOPS, tmp_path / "root")
     assert int(process.stdout.readline()) > 90
     process.send_signal(signal.SIGTERM)
-    _, errors = process.communicate(timeout=20)
+    _, errors = process.communicate(timeout=60)
     assert process.returncode == 0 and not errors
     store = PagedSSDCacheManager(tmp_path / "root", 1 << 30, free_reserve_bytes=0)
     assert [n for n in range(100) if read(store, n) != "ssd"] == [] and store.check() == []
@@ -105,7 +105,7 @@ def test_a_server_that_is_asked_to_stop_loses_none_of_100_queued_blocks(start, t
     tokens = answer["usage"]["prompt_tokens"]
     written = len(list((tmp_path / "cache").rglob("*.safetensors")))
     process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=30)
+    process.communicate(timeout=60)
     files = len(list((tmp_path / "cache").rglob("*.safetensors")))
     assert process.returncode == 0 and files >= tokens // 8 and files - written >= 100
 
@@ -122,7 +122,7 @@ def test_of_two_servers_on_a_folder_the_second_names_the_first_and_serves_withou
     errors = {}
     for server in (first, second):
         server.send_signal(signal.SIGTERM)
-        _, errors[server.pid] = server.communicate(timeout=30)
+        _, errors[server.pid] = server.communicate(timeout=60)
     about = {pid: [line for line in text.splitlines() if "in use by process" in line] for pid, text in errors.items()}
     # Which of the two came first is not ours to say.
     (holder,) = [pid for pid, lines in about.items() if not lines]

@@ -45,7 +45,7 @@ def opened(tmp_path, runner):
 
     yield opener
     for store in stores:
-        store.close(5)
+        store.close(60)
 
 
 def files_in_order(store):
@@ -69,7 +69,7 @@ def spoil(path, how, other):
 
 def ask_and_flush(bench):
     request = bench.ask(PROMPT)
-    assert bench.store.flush(10)
+    assert bench.store.flush(60)
     return request
 
 
@@ -129,7 +129,7 @@ def test_on_a_disk_that_spoils_files_and_fails_at_random_every_answer_is_the_col
     bench = Bench(runner, FaultyStore(real, faults, seed=seed))
     for _ in range(8):
         assert bench.answer(bench.ask(PROMPT)) == cold
-        real.flush(5)
+        real.flush(60)
     assert {"bit flip", "error"} <= {fault.kind for fault in bench.store.injected}
     bench.store.faults = ()
     ask_and_flush(bench)

@@ -27,7 +27,7 @@ def opened(tmp_path: Path) -> Iterator[Opener]:
 
     yield opener
     for store in stores:
-        release_store(store, 5)
+        release_store(store, 60)
 
 
 def put(store: DiskStore, n: int, numerics: str, folder: str = "m") -> None:
@@ -49,7 +49,7 @@ def leave(store: DiskStore, keep: int) -> None:
     """Makes room until only so many blocks are left."""
     while sum(blocks for blocks, _ in store.blocks.usage().values()) > keep:
         make_room_for_one(store)
-    assert store.flush(5) and store.check() == []
+    assert store.flush(60) and store.check() == []
 
 
 def test_blocks_under_other_numerics_than_those_in_force_go_before_older_ones(opened: Opener) -> None:
@@ -113,11 +113,11 @@ def test_files_of_other_versions_go_before_all_others(opened: Opener, tmp_path: 
     store = opened()
     for n, numerics in enumerate(("new", "old", "new")):
         put(store, n, numerics)
-    store.flush(5)
+    store.flush(60)
     root = tmp_path / "root"
     path = block_path(root, ("m", name(9)))
     path.parent.mkdir(exist_ok=True)
-    release_store(store, 5)
+    release_store(store, 60)
     stale_file(root, 9)
     (root / INDEX_NAME).unlink()
     store = opened()
@@ -133,15 +133,15 @@ def test_the_order_is_the_same_after_a_restart_and_after_a_search_of_the_folder(
         store = opened()
         for n, numerics in enumerate(("new", "old", "new", "old")):
             put(store, n, numerics)
-        store.flush(5)
-        release_store(store, 5)
+        store.flush(60)
+        release_store(store, 60)
         spoil()
         store = opened()
         store.blocks.use_numerics("m", "new")
         leave(store, 2)
         assert held(store) == {0, 2}
         store.blocks.clear(None)
-        release_store(store, 5)
+        release_store(store, 60)
 
 
 def test_a_lower_limit_is_met_in_the_same_order(opened: Opener) -> None:
@@ -149,7 +149,7 @@ def test_a_lower_limit_is_met_in_the_same_order(opened: Opener) -> None:
     for n, numerics in enumerate(("new", "old", "new", "old")):
         put(store, n, numerics)
     store.blocks.use_numerics("m", "new")
-    store.flush(5)
+    store.flush(60)
     store.blocks.lower_limit(store.blocks.bytes - 1000)
     assert 1 not in held(store) and 0 in held(store)
 

@@ -131,21 +131,21 @@ def test_blocks_that_left_ram_keep_their_bytes_for_readers_and_for_the_writer(tm
 
     def slow(path, block, meta):
         held_up.set()
-        assert go_on.wait(30)
+        assert go_on.wait(60)
         write_block_file(path, block, meta)
 
     monkeypatch.setattr(PagedSSDCacheManager, "_write_safetensors_no_mx", staticmethod(slow))
     store = PagedSSDCacheManager(tmp_path, 1 << 30, 2 * NBYTES)
     for n in range(3):
         assert store.save_block(name(n), block(n), 8)
-    assert held_up.wait(30)
+    assert held_up.wait(60)
     readers = [Reader(), Reader()]
     assert [store.read_block(name(n), reader) for n, reader in enumerate(readers, 1)] == ["ram", "ram"]
     for n in range(3, 40):
         assert store.save_block(name(n), block(n), 8)
     assert all(same(reader.block, block(n)) for n, reader in enumerate(readers, 1))
     go_on.set()
-    assert store.flush(30)
+    assert store.flush(60)
     for n in range(40):
         path = store.get_block_path(name(n))
         assert path is not None and same(read_block_file(path, store.get_meta(name(n))), block(n))
@@ -158,7 +158,7 @@ def test_a_block_that_waits_for_the_writer_never_comes_back_in_memory_that_was_g
     def slow(path, block, meta):
         path.parent.mkdir(exist_ok=True)  # or each is written twice
         held_up.set()
-        assert turns.acquire(timeout=30)
+        assert turns.acquire(timeout=60)
         write_block_file(path, block, meta)
 
     monkeypatch.setattr(PagedSSDCacheManager, "_write_safetensors_no_mx", staticmethod(slow))
@@ -172,13 +172,13 @@ def test_a_block_that_waits_for_the_writer_never_comes_back_in_memory_that_was_g
         if threading.current_thread() is not threading.main_thread():
             return  # the writer is done with block 0
         turns.release()
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while any(key[1] == name(1) for key in waiting) and time.monotonic() < deadline:
             time.sleep(0.01)
 
     for n in range(3):  # the writer is at 0, nothing else is queued; 1 and 2 are in RAM and wait
         assert store.save_block(name(n), block(n), 8)
-        assert held_up.wait(30)
+        assert held_up.wait(60)
     fourth = block(3)
     monkeypatch.setattr(tensor_file._idle, "give", dies)
     store.save_block(name(3), fourth, 8)  # 1 has to leave RAM
@@ -187,7 +187,7 @@ def test_a_block_that_waits_for_the_writer_never_comes_back_in_memory_that_was_g
     for other in others:
         other.data[:] = 99
     turns.release(100)
-    assert store.flush(30)
+    assert store.flush(60)
     path = store.get_block_path(name(1))
     assert path is None or same(read_block_file(path, store.get_meta(name(1))), block(1))
     assert store.close()

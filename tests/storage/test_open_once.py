@@ -65,7 +65,7 @@ def test_a_forked_child_lets_go_of_them_even_if_another_thread_held_the_lock(reg
     with registry.lock:
         child = multiprocessing.get_context("fork").Process(target=_in_child, args=(registry, thing))
         child.start()
-    child.join(20)
+    child.join(60)
     assert child.exitcode == 0 and thing.calls == [] and registry.all() == {tmp_path: thing}
 
 

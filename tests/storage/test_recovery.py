@@ -1,6 +1,7 @@
 import logging
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,7 +17,7 @@ def unindexed(store, numbers):
     """Blocks whose index is lost."""
     for n in numbers:
         put(store, n, parent=name(n - 1))
-    release_store(store, 5)
+    release_store(store, 60)
     (store.root / INDEX_NAME).unlink()
     (store.root / "index.snapshot").unlink()
 
@@ -25,13 +26,13 @@ def test_serving_does_not_wait_for_headers_and_sizes_count_at_once(opened, monke
     unindexed(opened(), range(10))
     go_on, real = threading.Event(), recovery.read_meta
     monkeypatch.setattr(disk_store, "_OPEN_WAIT_S", 0.05)
-    monkeypatch.setattr(recovery, "read_meta", lambda path: go_on.wait(10) and real(path))
+    monkeypatch.setattr(recovery, "read_meta", lambda path: go_on.wait(60) and real(path))
     store = opened()
     assert held(store) == set() and store.blocks.bytes >= 10 * meta(0).file_size
     put(store, 20)
-    assert store.flush(5) and same(get(store, 20), block(20))  # written while headers are still to be read
+    assert store.flush(60) and same(get(store, 20), block(20))  # written while headers are still to be read
     go_on.set()
-    assert store._complete.wait(5)
+    assert store._complete.wait(60)
     assert held(store) == {*range(10), 20} and same(get(store, 3), block(3)) and store.check() == []
 
 
@@ -39,12 +40,12 @@ def test_a_limit_is_met_before_headers_are_read(opened, monkeypatch):  # noqa: F
     unindexed(opened(), range(10))
     go_on, real = threading.Event(), recovery.read_meta
     monkeypatch.setattr(disk_store, "_OPEN_WAIT_S", 0.05)
-    monkeypatch.setattr(recovery, "read_meta", lambda path: go_on.wait(10) and real(path))
+    monkeypatch.setattr(recovery, "read_meta", lambda path: go_on.wait(60) and real(path))
     store = opened(5 * meta(0).file_size)
     assert store.settle(5) and our_bytes(store.root) <= 5 * meta(0).file_size + 32768
     go_on.set()
-    assert store._complete.wait(5)
-    assert store.flush(5) and held(store) and store.check() == []
+    assert store._complete.wait(60)
+    assert store.flush(60) and held(store) and store.check() == []
 
 
 def test_a_store_that_closes_before_all_is_identified_looks_again(opened, monkeypatch):  # noqa: F811
@@ -52,13 +53,13 @@ def test_a_store_that_closes_before_all_is_identified_looks_again(opened, monkey
     go_on, real = threading.Event(), recovery.read_meta
     monkeypatch.setattr(recovery, "_BATCH", 1)
     monkeypatch.setattr(disk_store, "_OPEN_WAIT_S", 0.05)
-    monkeypatch.setattr(recovery, "read_meta", lambda path: go_on.wait(10) and real(path))
+    monkeypatch.setattr(recovery, "read_meta", lambda path: go_on.wait(60) and real(path))
     store = opened()
     threading.Timer(0.2, go_on.set).start()
-    release_store(store, 5)
+    release_store(store, 60)
     assert not (store.root / "index.snapshot").exists()
     store = opened()
-    assert store._complete.wait(5)
+    assert store._complete.wait(60)
     assert held(store) == set(range(10)) and store.check() == []
 
 
@@ -68,7 +69,7 @@ def test_progress_is_said_for_many_blocks(opened, monkeypatch, caplog):  # noqa:
     monkeypatch.setattr(recovery, "_BATCH", 5)
     with caplog.at_level(logging.INFO):
         store = opened()
-        assert store._complete.wait(5)
+        assert store._complete.wait(60)
     said = [r.message.rpartition(": ")[2] for r in caplog.records if "identified" in r.message]
     assert said == ["10 of 25 blocks identified", "20 of 25 blocks identified", "25 of 25 blocks identified"]
 
@@ -78,7 +79,7 @@ def test_children_have_their_tokens_which_are_read_from_files_once(opened, monke
     for n in range(4):
         put(store, n, parent=b"head")
     assert all(m.tokens == meta(0).tokens for m in store.children("m", b"head"))  # while their writes are queued
-    release_store(store, 5)
+    release_store(store, 60)
     store, reads, real = opened(), [], disk_store.read_meta
     monkeypatch.setattr(disk_store, "read_meta", lambda path: reads.append(path) or real(path))
     for _ in range(2):
@@ -92,10 +93,17 @@ def test_on_a_slow_disk_some_children_are_left_for_the_next_time(opened, monkeyp
     store = opened()
     for n in range(8):
         put(store, n, parent=b"head")
-    release_store(store, 5)
+    release_store(store, 60)
     store, real = opened(), disk_store.read_meta
+    now = [0.0]
+    monkeypatch.setattr(disk_store, "time", SimpleNamespace(time_ns=time.time_ns, monotonic=lambda: now[0]))
     monkeypatch.setattr(disk_store, "_HEADS_S", 0.05)
-    monkeypatch.setattr(disk_store, "read_meta", lambda path: time.sleep(0.03) or real(path))
+
+    def slow(path):
+        now[0] += 0.03
+        return real(path)
+
+    monkeypatch.setattr(disk_store, "read_meta", slow)
     seen = [len(store.children("m", b"head")) for _ in range(9)]
     assert 1 <= seen[0] < 8 == seen[-1] and seen == sorted(seen)
 
@@ -105,7 +113,7 @@ def test_a_child_whose_file_was_spoiled_is_none_and_counts_as_damaged(opened, ho
     store = opened()
     put(store, 1, parent=b"head")
     put(store, 2)
-    release_store(store, 5)
+    release_store(store, 60)
     store = opened()
     path = block_path(store.root, ("m", name(1)))
     if how == "deleted":
@@ -115,7 +123,7 @@ def test_a_child_whose_file_was_spoiled_is_none_and_counts_as_damaged(opened, ho
     else:
         damage(path, how)
     assert store.children("m", b"head") == [] and store.blocks.counts("m").damaged == 1
-    assert store.flush(5) and held(store) == {2} and store.check() == []
+    assert store.flush(60) and held(store) == {2} and store.check() == []
 
 
 # ---- reading the head of a file

@@ -84,13 +84,13 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[PagedSSDCa
         opened.children(PARENT, packed([0]))
     for n in range(MANY):
         assert opened.save_block(name(n), block(n), 8, parent=PARENT, tokens=packed(ids(n)))
-    assert opened.flush(30)
+    assert opened.flush(60)
     if request.param == "restart":
-        opened.close(10)
+        opened.close(60)
         opened = PagedSSDCacheManager(tmp_path, 1 << 26, ram)
     yield opened
-    assert opened.flush(30) and opened.check() == []
-    opened.close(10)
+    assert opened.flush(60) and opened.check() == []
+    opened.close(60)
 
 
 def longest(store: PagedSSDCacheManager, query: bytes) -> tuple[int, int]:
@@ -103,7 +103,7 @@ def read_all(store: PagedSSDCacheManager) -> None:
     """Has the tokens of all children read, as the first search of a process does in the background."""
     store.children(PARENT, packed([0]))
     for _ in range(MANY // FEW + 2):
-        assert store.flush(30)
+        assert store.flush(60)
 
 
 def test_a_store_finds_the_child_that_shares_most_among_many(store: PagedSSDCacheManager) -> None:
@@ -136,8 +136,8 @@ def test_a_block_that_was_evicted_is_no_longer_among_the_children(tmp_path: Path
     assert store.children(PARENT, packed([7])) == []
     store.save_block(name(7), block(7), 8, parent=PARENT, tokens=packed([7]))
     assert [m.block_hash for m in store.children(PARENT, packed([7]))] == [name(7)]
-    assert store.flush(30) and store.check() == []
-    store.close(10)
+    assert store.flush(60) and store.check() == []
+    store.close(60)
 
 
 def test_the_memory_for_sorted_siblings_is_bounded() -> None:
@@ -177,11 +177,11 @@ def test_a_prompt_matches_as_much_as_if_all_siblings_were_scanned(exact: ExactMo
             )
     ssd.children(root, packed([0]))
     for _ in range(MANY // FEW + 2):
-        assert ssd.flush(30)
+        assert ssd.flush(60)
     for seed in range(300):
         prompt = ids(MANY + seed)[:-1] + ids(seed % MANY)
         found = [cache.stored_tokens(prompt) for cache in caches]
         assert found[0] == found[1] == found[2], seed
     for cache in caches:
         cache.close()
-    ssd.close(10)
+    ssd.close(60)

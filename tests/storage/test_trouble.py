@@ -32,10 +32,10 @@ from tests.storage.children import (
     run_in_child,
     run_on_small_disk,
     trust_the_cache,
-    wait_for,
     warnings_in,
 )
 from tests.storage.targets import read, save
+from tests.support import wait_until
 from tests.tiny import EOS, Bench, TinyRunner
 
 B = 16
@@ -70,7 +70,7 @@ def opened(tmp_path):
 
     yield opener
     for store in stores:
-        store.close(5)
+        store.close(60)
 
 
 # ---- the folder, under a scheduler
@@ -137,7 +137,7 @@ def test_a_folder_that_is_lost_while_running_is_survived_and_taken_up_again(
     lose, mend = TROUBLES[what]
     bench = Bench(runner, opened(hot))
     bench.ask(PROMPTS[0])
-    assert bench.store.flush(5)
+    assert bench.store.flush(60)
     caplog.clear()
     lose(root)
     for prompt, expected in zip(PROMPTS, cold, strict=True):
@@ -147,9 +147,9 @@ def test_a_folder_that_is_lost_while_running_is_survived_and_taken_up_again(
     said = [line for line in warnings_in(caplog) if f"{INDEX_NAME} is damaged" not in line]
     assert len(said) <= 1 and all(str(root) in line for line in said), said
     mend(root)
-    assert wait_for(lambda: bench.store.flush(5))
+    assert wait_until(lambda: bench.store.flush(60))
     for prompt, expected in [*zip(PROMPTS, cold, strict=True)] * 2:
-        assert bench.answer(bench.ask(prompt)) == expected and bench.store.flush(5)
+        assert bench.answer(bench.ask(prompt)) == expected and bench.store.flush(60)
     assert bench.store.check() == []
     bench.store.close()
     bench = Bench(runner, opened())
@@ -162,11 +162,11 @@ def test_a_models_folder_that_is_deleted_while_running_heals_block_by_block(open
     bench = Bench(runner, opened())
     for prompt in PROMPTS:
         bench.ask(prompt)
-    assert bench.store.flush(5)
+    assert bench.store.flush(60)
     delete(tmp_path / "root" / "m")
     for _ in range(3):  # a block behind one that was found to be gone is met a time later
         again = [bench.ask(prompt) for prompt in PROMPTS]
-        assert [bench.answer(request) for request in again] == cold and bench.store.flush(5)
+        assert [bench.answer(request) for request in again] == cold and bench.store.flush(60)
     assert [request.stats.cached_ssd_tokens for request in again] == [len(prompt) - 1 for prompt in PROMPTS]
 
 
@@ -179,8 +179,8 @@ def test_a_file_in_the_folders_place_at_start_is_said_once_and_recovers_without_
     assert len(warnings_in(caplog)) == 1 and str(tmp_path / "root") in caplog.text
     assert all(read(store, n) == "ram" for n in range(5))
     (tmp_path / "root").unlink()
-    assert wait_for(lambda: all(store.get_block_path(name(n)) for n in range(5))) and len(warnings_in(caplog)) == 1
-    assert store.flush(5) and store.check() == []
+    assert wait_until(lambda: all(store.get_block_path(name(n)) for n in range(5))) and len(warnings_in(caplog)) == 1
+    assert store.flush(60) and store.check() == []
 
 
 async def test_a_server_whose_cache_folder_is_a_file_answers_and_takes_the_folder_up_later(tiny_model_dir, tmp_path):
@@ -196,7 +196,7 @@ async def test_a_server_whose_cache_folder_is_a_file_answers_and_takes_the_folde
             answers.append([output.token async for output in engine.generate(request)])
         assert answers[0] == answers[1] and answers[0] and place.read_text() == "mine"
         place.unlink()
-        assert wait_for(lambda: len(list(place.rglob("*.safetensors"))) >= 3, 20)
+        assert wait_until(lambda: len(list(place.rglob("*.safetensors"))) >= 3)
     finally:
         await pool.stop(5)
 
@@ -227,7 +227,7 @@ def rights(root):  # noqa: C901
     ask_all()
     assert len(said.lines) == 1 and str(root) in said.lines[0], said.lines
     root.parent.chmod(0o700)
-    assert wait_for(lambda: bench.store.flush(5)), "writable later"
+    assert wait_until(lambda: bench.store.flush(60)), "writable later"
     bench.store.close()
     root.chmod(0o500)
     for file in (".lock", INDEX_NAME):
@@ -239,7 +239,7 @@ def rights(root):  # noqa: C901
     root.chmod(0o700)
     for file in (".lock", INDEX_NAME):
         (root / file).chmod(0o600)
-    assert wait_for(lambda: bench.store.flush(5)) and bench.store.check() == []
+    assert wait_until(lambda: bench.store.flush(60)) and bench.store.check() == []
 
     # Read-only while running: what is there can be read, what is new stays in RAM.
     folders = [folder for folder in (root, *root.rglob("*")) if folder.is_dir()]
@@ -253,7 +253,7 @@ def rights(root):  # noqa: C901
     assert len(said.lines) == 1 and bench.store.stats().damaged == 0, said.lines
     for folder in folders:
         folder.chmod(0o700)
-    assert wait_for(lambda: bench.store.flush(5)) and bench.store.check() == [] and len(said.lines) == 1
+    assert wait_until(lambda: bench.store.flush(60)) and bench.store.check() == [] and len(said.lines) == 1
     bench.store.close()
 
     # Files that cannot be removed though they have to go: tried now and then, not all the time; nothing is written.
@@ -272,8 +272,8 @@ def rights(root):  # noqa: C901
     assert set(root.rglob("*.safetensors")) == before and len(said.lines) == 1, said.lines
     for folder in shards:
         folder.chmod(0o700)
-    assert wait_for(lambda: our_bytes(root) <= 8 * SIZE), "the limit is met when it can be"
-    assert wait_for(lambda: bench.store.flush(5)) and bench.store.check() == []
+    assert wait_until(lambda: our_bytes(root) <= 8 * SIZE), "the limit is met when it can be"
+    assert wait_until(lambda: bench.store.flush(60)) and bench.store.check() == []
     bench.store.close()
 
 
@@ -310,7 +310,7 @@ def full_disk(disk):
     for n in range(1900):  # 15 MB of blocks
         save(store, n)
         assert free() >= reserve - SIZE - MB, n  # the index takes some, and its journal for a moment
-    assert store.flush(10) and wait_for(lambda: free() >= reserve - MB // 2)
+    assert store.flush(60) and wait_until(lambda: free() >= reserve - MB // 2)
     assert store.check() == [] and said.lines == []
     assert our_bytes(disk) > 12 * MB, "the disk is used, but for the reserve"
     # Others fill it: the cache shrinks.
@@ -320,7 +320,7 @@ def full_disk(disk):
             file.write(bytes(MB))
         for n in range(2000 + more, 2300, 10):
             save(store, n)
-        assert wait_for(lambda: store.flush(5) and free() >= reserve - MB // 2)
+        assert wait_until(lambda: store.flush(60) and free() >= reserve - MB // 2)
         found = store.check()
         assert found == [], found
     ask_all()
@@ -332,11 +332,11 @@ def full_disk(disk):
     for n in range(3000, 3050):
         save(store, n)
     ask_all()
-    store.flush(10)
+    store.flush(60)
     assert all(read(store, n) in ("ssd", None) for n in range(3050))
     assert len(said.lines) <= 1, said.lines
     filler.unlink()
-    assert wait_for(lambda: store.flush(5) and save(store, 5000) and store.flush(5) and read(store, 5000) == "ssd")
+    assert wait_until(lambda: store.flush(60) and save(store, 5000) and store.flush(60) and read(store, 5000) == "ssd")
     ask_all()
     assert store.check() == []
     store.close()
@@ -351,7 +351,7 @@ def unmounted_disk(disk):
     store = PagedSSDCacheManager(disk / "m", 64 * MB, MB, root_dir=disk, free_reserve_bytes=0)
     for n in range(5):
         save(store, n)
-    assert store.flush(5)
+    assert store.flush(60)
     assert os.system(f"umount -l '{disk}'") == 0
     disk.chmod(0)
     for n in range(5, 9):
@@ -360,10 +360,10 @@ def unmounted_disk(disk):
     assert all(read(store, n) == "ram" for n in range(9)) and store.stats().damaged == 0
     disk.chmod(0o700)
     assert os.system(f"mount -t tmpfs -o size=8m none '{disk}'") == 0
-    assert wait_for(lambda: store.flush(5))
+    assert wait_until(lambda: store.flush(60))
     for n in range(9):
         save(store, n)
-    assert store.flush(5) and store.check() == [] and len(list(disk.rglob("*.safetensors"))) == 9
+    assert store.flush(60) and store.check() == [] and len(list(disk.rglob("*.safetensors"))) == 9
     assert len(said.lines) <= 1, said.lines
     store.close()
 
@@ -382,7 +382,7 @@ def test_what_could_not_be_removed_is_forgotten_with_the_folder_it_was_in(opened
     store = opened()
     for n in range(5):
         assert store.save_block(name(n), block(n), 8)
-    assert store.flush(10)
+    assert store.flush(60)
     with monkeypatch.context() as patched:
         patched.setattr(disk_store, "remove", refuse)
         for n in range(3):
@@ -391,7 +391,7 @@ def test_what_could_not_be_removed_is_forgotten_with_the_folder_it_was_in(opened
     assert len(store._disk.blocks._stuck) == 3
     delete(tmp_path / "root")
     assert store.save_block(name(9), block(9), 8)  # the folder is made again for it, before removals are tried again
-    assert store.flush(10)
+    assert store.flush(60)
     # Else their bytes would be taken off whenever the limit is to be met, and blocks saved again would never go.
     assert store._disk.blocks._stuck == {} and store.check() == []
 
@@ -404,11 +404,11 @@ def test_whatever_a_write_raises_leaves_no_entry_and_the_writer_alive(opened, ca
 
     store.on_file = broken
     save(store, 1)
-    assert not store.flush(5) and store.get_block_path(name(1)) is None and read(store, 1) == "ram"
+    assert not store.flush(60) and store.get_block_path(name(1)) is None and read(store, 1) == "ram"
     assert "not an error of the system" in caplog.text
     del store.on_file
     store.on_file = lambda use, path, nbytes: None
-    assert store.flush(5) and store.get_block_path(name(1)).exists() and store.check() == []
+    assert store.flush(60) and store.get_block_path(name(1)).exists() and store.check() == []
 
 
 # ---- what is not ours
@@ -451,7 +451,7 @@ def test_junk_is_never_deleted_and_never_counted(opened, tmp_path):
     assert [m.block_hash for m in store.metas()] == [name(1)] and features.usage.disk_entries == 0
     assert store.ssd_bytes <= kept
     save(store, 2)  # the limit asks for room
-    assert store.flush(5) and [m.block_hash for m in store.metas()] == [name(2)]
+    assert store.flush(60) and [m.block_hash for m in store.metas()] == [name(2)]
     assert store.check() == [] and features.check() == []
     store.clear()
     features.close()
@@ -466,13 +466,13 @@ def test_a_link_under_our_temporary_name_does_not_lead_writes_outside(opened, tm
     precious.write_text("mine")
     store = opened(hot=MB)
     save(store, 1)
-    store.flush(5)
+    store.flush(60)
     path = store.get_block_path(name(1))
     store.delete_block(name(1))
-    store.flush(5)
+    store.flush(60)
     path.with_name(f".omlx-{name(1).hex()}.tmp").symlink_to(precious)
     save(store, 1)
-    assert wait_for(lambda: store.flush(5)) and read(store, 1) == "ram" and path.is_file() and not path.is_symlink()
+    assert wait_until(lambda: store.flush(60)) and read(store, 1) == "ram" and path.is_file() and not path.is_symlink()
     assert precious.read_text() == "mine" and store.check() == []
 
 
@@ -480,14 +480,14 @@ def test_a_link_in_a_blocks_place_goes_and_what_it_leads_to_stays(opened, tmp_pa
     store = opened()
     save(store, 1)
     save(store, 2)
-    store.flush(5)
+    store.flush(60)
     path = store.get_block_path(name(1))
     path.rename(tmp_path / "elsewhere")
     other = tmp_path / "other"
     shutil.copy(store.get_block_path(name(2)), other)
     path.symlink_to(other)
     assert read(store, 1) is None and store.stats().damaged == 1
-    assert save(store, 1) and store.flush(5) and not path.is_symlink() and read(store, 1) == "ssd"
+    assert save(store, 1) and store.flush(60) and not path.is_symlink() and read(store, 1) == "ssd"
     assert other.exists() and store.check() == []
 
 
@@ -502,7 +502,7 @@ def test_what_omlx_makes_is_for_its_owner_only_whatever_the_umask(opened, tmp_pa
         features = VisionFeatureSSDCache(root / VISION_FOLDER, free_reserve_bytes=0)
         save(store, 1)
         features.put("h", "m", mx.zeros((4, 4)))
-        assert store.flush(5) and features.flush(5)
+        assert store.flush(60) and features.flush(60)
         features.close()
     finally:
         os.umask(old)
@@ -536,7 +536,7 @@ def test_nothing_in_a_cache_file_can_be_executed_or_unpickled():
 def ask_again(runner, store, **options):
     bench = Bench(runner, store, **options)
     request = bench.ask(PROMPTS[0])
-    assert bench.store.flush(5)
+    assert bench.store.flush(60)
     return bench.answer(request), request.stats.cached_tokens
 
 
@@ -587,7 +587,7 @@ def test_a_folder_of_another_version_counts_is_never_used_and_goes_first(opened,
     assert store.ssd_bytes >= taken and store.metas() == [] and all(path.exists() for path in old)
     for n in range(4):
         save(store, n)
-    assert store.flush(5) and all(path.exists() for path in old)
+    assert store.flush(60) and all(path.exists() for path in old)
     assert ask_again(runner, store) == (cold[0], 0)  # the blocks take the places of those of the same name
     assert ask_again(runner, store) == (cold[0], len(PROMPTS[0]) - 1)
     assert all(read(store, n) == "ssd" for n in range(4)) and store.check() == [] and store.stats().damaged == 0
@@ -605,7 +605,7 @@ def test_files_of_another_version_are_evicted_before_any_that_can_be_used(opened
     store = opened(limit=6 * SIZE + 20_000)
     for n in (6, 7):
         save(store, n)
-    assert store.flush(5) and [path.exists() for path in newer] == [False, False]
+    assert store.flush(60) and [path.exists() for path in newer] == [False, False]
     assert all(read(store, n) == "ssd" for n in (0, 1, 2, 3, 6, 7)) and store.check() == []
 
 

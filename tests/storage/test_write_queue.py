@@ -1,9 +1,9 @@
 import threading
-import time
 
 import pytest
 
 from omlx.storage.write_queue import WriteQueue
+from tests.support import wait_until
 
 
 @pytest.fixture
@@ -14,7 +14,7 @@ def queue():
     made.log = log
     made.start()
     yield made
-    made.close(5)
+    made.close(60)
 
 
 def test_tasks_run_in_order_then_it_rests_then_it_ends(queue):
@@ -23,7 +23,7 @@ def test_tasks_run_in_order_then_it_rests_then_it_ends(queue):
     for n in range(3):
         queue.append(("call", lambda n=n: queue.log.append(n)))
     gate.set()
-    assert queue.close(5)
+    assert queue.close(60)
     assert queue.log[:3] == [0, 1, 2] and queue.log[-1] == "end" and "rest" in queue.log[3:]
 
 
@@ -33,23 +33,21 @@ def test_bytes_count_until_a_task_is_done_and_an_empty_queue_takes_anything(queu
     queue.append(("call", gate.wait), 60)
     assert queue.bytes == 60 and queue.has_room(40) and not queue.has_room(41)
     gate.set()
-    assert queue.call(lambda: None, 5)
+    assert queue.call(lambda: None, 60)
     assert queue.bytes == 0 and queue.has_room(1000)
 
 
 def test_a_task_that_fails_does_not_end_the_thread(queue, caplog):
     queue.append(("call", lambda: 1 / 0))
-    assert queue.call(lambda: None, 5) and "ZeroDivisionError" in caplog.text
+    assert queue.call(lambda: None, 60) and "ZeroDivisionError" in caplog.text
 
 
 def test_it_rests_when_asked_to_without_a_task(queue):
-    assert queue.call(lambda: None, 5)
-    time.sleep(0.05)
-    rests = queue.log.count("rest")
+    assert queue.call(lambda: None, 60)
+    wait_until(lambda: queue.log == ["rest"])
     queue.wake_in(0.02)
-    queue.wake_in(30)
-    time.sleep(0.2)
-    assert queue.log.count("rest") == rests + 1
+    queue.wake_in(1000)
+    wait_until(lambda: queue.log == ["rest"] * 2)
 
 
 def test_waiting_has_an_end(queue):
@@ -59,4 +57,4 @@ def test_waiting_has_an_end(queue):
     assert not queue.call(lambda: None, 0.05)
     assert not queue.close(0.05)
     gate.set()
-    assert queue.close(5) and "dropped" not in queue.log and not queue.call(lambda: None, 1)
+    assert queue.close(60) and "dropped" not in queue.log and not queue.call(lambda: None, 1)

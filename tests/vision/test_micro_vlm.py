@@ -23,6 +23,7 @@ from omlx.engine.pool import EnginePool
 from omlx.model.folder import MICRO_VLM
 from omlx.server import create_app
 from omlx.settings import Settings
+from tests.support import wait_until
 
 Part = dict[str, Any]
 Messages = list[dict[str, Any]]
@@ -341,11 +342,7 @@ def feature_files(home: Path) -> list[Path]:
 
 async def flushed(home: Path) -> None:
     """Both pictures' files are there."""
-    for _ in range(200):
-        if len(feature_files(home)) == 2:
-            return
-        await asyncio.sleep(0.02)
-    raise AssertionError("the features were not written")
+    await asyncio.to_thread(wait_until, lambda: len(feature_files(home)) == 2)
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="mounts a disk")
