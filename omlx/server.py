@@ -31,8 +31,8 @@ from omlx.api import anthropic, embeddings, openai, sse, tokens
 from omlx.api.answering import answer_events, collect
 from omlx.api.anthropic_answer import CountAnswer, MessageAnswer, MessagesErrorAnswer
 from omlx.api.anthropic_body import CountBody, MessagesBody
-from omlx.api.chat import ChatRequest, EnginePool, Parse, ServedModel, in_prompt_thread, prompt_tokens
-from omlx.api.events import INTERNAL_FAULT, Fault, fault_of
+from omlx.api.chat import ChatRequest, Engine, EnginePool, Parse, ServedModel, in_prompt_thread, prompt_tokens
+from omlx.api.events import INTERNAL_FAULT, Dialect, Fault, fault_of
 from omlx.api.generation import make_generation
 from omlx.api.image_source import ImageSource
 from omlx.api.openai_answer import ChatAnswer, CompletionAnswer, ModelAnswer, ModelsAnswer, StatusAnswer
@@ -172,6 +172,8 @@ def _add_routes(app: FastAPI, pool: EnginePool, source: Source) -> None:
         return JSONResponse({"status": "ok", "version": __version__})
 
     async def ready() -> Response:
+        if names := list(pool.loading()):  # the engine answers when it is done, so it is not asked
+            return JSONResponse({"status": "loading", "loading": names}, 503)
         answers = await pool.ready()
         return JSONResponse({"status": "ready" if answers else "not ready"}, 200 if answers else 503)
 
@@ -218,15 +220,33 @@ async def answer(http: Request, pool: EnginePool, parse: Parse, source: Source) 
     """One request from body to answer, in any dialect."""
     asked, dialect = await read_body(http, parse)
     asked = asked.asked_by(api_key_of(http))
-    engine = await pool.get(asked.model)
+    loading = asyncio.create_task(pool.get(asked.model))
+    if asked.stream and not (await sse.done_soon(loading)):
+
+        async def stream() -> sse.EventStreamResponse:
+            return await _stream(await loading, asked, dialect, source)
+
+        return sse.LoadingResponse(stream(), dialect, lambda: _loading_comment(pool))
+    engine = await loading
+    if asked.stream:
+        return await _stream(engine, asked, dialect, source)
     asked = await with_pictures(engine, asked, source)
     generation = await make_generation(engine, asked, dialect.request_id)
     events = answer_events(engine, generation, model=engine.name)
-    if asked.stream:
-        first = await sse.begin(events)
-        return sse.EventStreamResponse(first, events, dialect, generation)
     whole = await sse.until_disconnect(http.receive, collect(events))
     return JSONResponse(dialect.body(whole))
+
+
+async def _stream(engine: Engine, asked: ChatRequest, dialect: Dialect, source: Source) -> sse.EventStreamResponse:
+    asked = await with_pictures(engine, asked, source)
+    generation = await make_generation(engine, asked, dialect.request_id)
+    events = answer_events(engine, generation, model=engine.name)
+    return sse.EventStreamResponse(await sse.begin(events), events, dialect, generation)
+
+
+def _loading_comment(pool: EnginePool) -> str:
+    """No blank line follows: some clients count those as events without data."""
+    return f": loading {'; '.join(filter(None, pool.loading().values()))}".rstrip() + "\n"
 
 
 async def _model_body(pool: EnginePool, model: ServedModel, name: str) -> dict[str, Any]:

@@ -113,7 +113,8 @@ class EnginePool(EmbedderPool, Protocol):
     """All served models, as the server sees them (omlx.engine.pool has the real one).
 
     `get` loads a model on first use; it raises NotFound for a name that is not served and ModelError
-    when loading fails. `ready` says whether the engine answers.
+    when loading fails. `loading` maps the models that are being loaded to how far they are. `ready` says whether the
+    engine answers.
     """
 
     async def start(self) -> None: ...
@@ -123,6 +124,8 @@ class EnginePool(EmbedderPool, Protocol):
     def models(self) -> Sequence[ServedModel]: ...
 
     async def get(self, name: str) -> Engine: ...
+
+    def loading(self) -> Mapping[str, str]: ...
 
     async def ready(self) -> bool: ...
 

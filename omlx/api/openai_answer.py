@@ -108,3 +108,4 @@ class ModelsAnswer(BaseModel):
 
 class StatusAnswer(BaseModel):
     status: str
+    loading: list[str] | None = None

@@ -8,7 +8,7 @@ engine refuses at once what it cannot take, well within that second.
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -90,16 +90,14 @@ class EventStreamResponse(Response):
 
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        try:
-            await self._send_events(send)
-        except OmlxError as error:
-            await self._send(send, fault_of(error))
-        except Exception:
-            logger.exception("an answer ended with an unexpected error")
-            await self._send(send, INTERNAL_FAULT)
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        await _send_to_end(send, self._dialect, self.send_events)
 
-    async def _send_events(self, send: Send) -> None:
+    async def close(self) -> None:
+        """Ends the answer, for whom `__call__` is not used."""
+        await _close(self._upcoming, self._events)
+
+    async def send_events(self, send: Send) -> None:
+        """The events alone; raises what the answer fails with."""
         await self._send(send, started(self._generation))
         while True:
             # Silence is a prompt that takes its time, or a long call that is delivered whole.
@@ -112,9 +110,68 @@ class EventStreamResponse(Response):
             self._upcoming = asyncio.create_task(_next(self._events))
 
     async def _send(self, send: Send, event: Event) -> None:
-        body = "".join(self._dialect.frames(event)).encode()
-        if body:
-            await send({"type": "http.response.body", "body": body, "more_body": True})
+        await _send_event(send, self._dialect, event)
+
+
+class LoadingResponse(Response):
+    """An answer whose model is still being loaded: `comment` is sent meanwhile, then what `beginning` gives."""
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self, beginning: Coroutine[Any, Any, EventStreamResponse], dialect: Dialect, comment: Callable[[], str]
+    ) -> None:
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self._beginning = asyncio.create_task(beginning)
+        self._dialect = dialect
+        self._comment = comment
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            with suppress(ClientGone):
+                await until_disconnect(receive, self._send_all(send))
+        finally:
+            await _finish(self._beginning)
+            if not self._beginning.cancelled() and self._beginning.exception() is None:
+                await self._beginning.result().close()
+
+    async def _send_all(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await _send_to_end(send, self._dialect, self._send_answer)
+
+    async def _send_answer(self, send: Send) -> None:
+        while True:
+            await send({"type": "http.response.body", "body": self._comment().encode(), "more_body": True})
+            if (await asyncio.wait({self._beginning}, timeout=SILENCE_S))[0]:
+                break
+        await self._beginning.result().send_events(send)
+
+
+async def done_soon(work: asyncio.Task[Any]) -> bool:
+    """Whether a task ends within ACCEPT_S. It is cancelled with the caller."""
+    try:
+        return bool((await asyncio.wait({work}, timeout=ACCEPT_S))[0])
+    except asyncio.CancelledError:
+        work.cancel()
+        raise
+
+
+async def _send_to_end(send: Send, dialect: Dialect, events: Callable[[Send], Awaitable[None]]) -> None:
+    try:
+        await events(send)
+    except OmlxError as error:
+        await _send_event(send, dialect, fault_of(error))
+    except Exception:
+        logger.exception("an answer ended with an unexpected error")
+        await _send_event(send, dialect, INTERNAL_FAULT)
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _send_event(send: Send, dialect: Dialect, event: Event) -> None:
+    body = "".join(dialect.frames(event)).encode()
+    if body:
+        await send({"type": "http.response.body", "body": body, "more_body": True})
 
 
 async def _next(events: Events) -> AnswerEvent | None:

@@ -12,6 +12,7 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -263,7 +264,6 @@ class Embedders:
         self._loader = loader
         self._config = config
         self._loaded: dict[str, EmbeddingEngine] = {}
-        self._locks: dict[str, asyncio.Lock] = {}
 
     def __contains__(self, name: str) -> bool:
         return name in self._loaded
@@ -274,9 +274,9 @@ class Embedders:
 
     async def get(self, name: str, path: Path) -> EmbeddingEngine:
         """The engine of a model, loaded if it is not yet. Raises ModelError."""
-        async with self._locks.setdefault(name, asyncio.Lock()):
-            if name not in self._loaded:
-                self._loaded[name] = await self._loader.load(name, [path], lambda: self._load(name, path))
+        if name not in self._loaded:
+            keep = partial(self._loaded.__setitem__, name)
+            await self._loader.load(name, [path], lambda: self._load(name, path), keep)
         return self._loaded[name]
 
     def _load(self, name: str, path: Path) -> EmbeddingEngine:

@@ -6,6 +6,7 @@ import gc
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -15,6 +16,8 @@ from omlx.engine.core import MLXThread
 from omlx.errors import ModelError, release_frames
 from omlx.model.folder import folder_state
 from omlx.model.foreign import refusing
+from omlx.model.progress import Progress
+from omlx.sizes import format_size
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -39,9 +42,50 @@ class ModelLoader:
     def __init__(self, thread: MLXThread) -> None:
         self._thread = thread
         self._failures: dict[str, _Failure] = {}
+        self._running: dict[str, asyncio.Task[None]] = {}
+        self._bytes: dict[str, tuple[int, int]] = {}
 
-    async def load(self, name: str, folders: Sequence[Path], work: Callable[[], T]) -> T:
-        """What `work` gives, which loads the model `name` from these folders; on the MLX thread.
+    def loading(self) -> dict[str, str]:
+        """The models that are being loaded, and how far each is: "1.2 GB of 4.0 GB", "" if that is not known."""
+        return {name: " of ".join(map(format_size, self._bytes.get(name, ()))) for name in sorted(self._running)}
+
+    def progress_of(self, name: str) -> Progress:
+        """A Progress for the load of a model, for any thread."""
+
+        def report(stage: str, done: int, total: int | None) -> None:
+            if total:
+                self._bytes[name] = done, total
+
+        return report
+
+    def cancel(self) -> None:
+        """Ends the waiting for models that are being loaded; the MLX thread finishes what it is at."""
+        for task in self._running.values():
+            task.cancel()
+
+    async def load(
+        self, name: str, folders: Sequence[Path], work: Callable[[], T], keep: Callable[[T], object]
+    ) -> None:
+        """Gives what `work` returns to `keep`, on the event loop. `work` loads a model, on the MLX thread.
+
+        All that ask for a model share one load, which goes on when one of them is cancelled. Raises ModelError.
+        """
+        task = self._running.get(name)
+        if task is None:
+            task = self._running[name] = asyncio.create_task(self._load(name, folders, work, keep))
+            task.add_done_callback(partial(self._ended, name))
+        await asyncio.shield(task)
+
+    def _ended(self, name: str, task: asyncio.Task[None]) -> None:
+        self._running.pop(name, None)
+        self._bytes.pop(name, None)
+        if not task.cancelled():
+            task.exception()  # seen, also where nobody waits any more
+
+    async def _load(
+        self, name: str, folders: Sequence[Path], work: Callable[[], T], keep: Callable[[T], object]
+    ) -> None:
+        """One load.
 
         Whatever goes wrong is a ModelError, is logged as one warning, and is raised again without another try while the
         files of the folders stay the same; for 30 seconds if it was a lack of memory or the like.
@@ -59,7 +103,8 @@ class ModelLoader:
             self._failures[name] = _Failure(state, reason, until)
         else:
             self._failures.pop(name, None)
-            return loaded
+            keep(loaded)
+            return
         raise _unavailable(name, reason)
 
 

@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -122,7 +123,6 @@ class EnginePool:
         self._loaded: dict[str, _Loaded] = {}
         self._loader = ModelLoader(self._thread)
         self._embedders = Embedders(self._thread, config, self._loader)
-        self._locks: dict[str, asyncio.Lock] = {}
         if default_model is not None:
             self._default_model = self._find(default_model, "--default-model: ").name
 
@@ -147,6 +147,7 @@ class EnginePool:
     async def stop(self, timeout_s: float = 10.0) -> None:
         """Aborts what runs, stores what it computed, writes the cache out; within `timeout_s`."""
         deadline = time.monotonic() + timeout_s
+        self._loader.cancel()
         if self._expiring is not None:
             self._expiring.cancel()
         await asyncio.to_thread(self._stop, deadline)
@@ -252,15 +253,19 @@ class EnginePool:
             use = "/v1/embeddings and /v1/rerank" if served.kind == "embedding" else "/v1/rerank"
             raise BadRequest(f"model {name!r} writes no text; it is for {use}", param="model")
         name = served.name
-        async with self._locks.setdefault(name, asyncio.Lock()):
-            if name not in self._loaded:
-                folders = [served.path, *([self._adapter] if self._adapter else [])]
-                self._loaded[name] = await self._loader.load(name, folders, lambda: self._load(served))
+        if name not in self._loaded:
+            folders = [served.path, *([self._adapter] if self._adapter else [])]
+            keep = partial(self._loaded.__setitem__, name)
+            await self._loader.load(name, folders, lambda: self._load(served), keep)
         return self._loaded[name].engine
 
     def loaded(self) -> list[Engine]:
         """The engines that run."""
         return [entry.engine for entry in self._loaded.values()]
+
+    def loading(self) -> dict[str, str]:
+        """The models that are being loaded, and how far each is ("" if that is not known)."""
+        return self._loader.loading()
 
     async def ready(self) -> bool:
         """Whether the MLX thread answers."""
@@ -392,7 +397,8 @@ class EnginePool:
     def _load(self, served: ServedModel) -> _Loaded:
         """Builds a model's whole stack; runs on the MLX thread."""
         started = time.monotonic()
-        model = load_any(served.path, served.name, self._adapter, hashes_folder(self._home))
+        progress = self._loader.progress_of(served.name)
+        model = load_any(served.path, served.name, self._adapter, hashes_folder(self._home), progress)
         if isinstance(model, VisionModel):
             model = model._replace(loaded=self._with_options(model.loaded))
         else:

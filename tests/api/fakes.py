@@ -134,6 +134,7 @@ class FakePool:
         self.engines = {engine.name: engine for engine in engines or (FakeEngine(),)}
         self.calls: list[str] = []
         self.answers = True
+        self.loads: dict[str, str] = {}
         self._stop_s = stop_s
 
     @property
@@ -158,6 +159,9 @@ class FakePool:
         if name not in self.engines:
             raise NotFound(f"no model {name!r} here")
         return self.engines[name]
+
+    def loading(self) -> dict[str, str]:
+        return self.loads
 
     async def ready(self) -> bool:
         return self.answers
