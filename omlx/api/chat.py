@@ -16,6 +16,7 @@ from omlx.api.tool_prompt import spelled_out, without_billing_line
 from omlx.engine.detokenize import TextEngine
 from omlx.errors import BadPicture, BadRequest, ModelError
 from omlx.model import chat_template
+from omlx.model.control_tokens import Literals, RenderedPrompt, control_tokens
 from omlx.model.foreign import refusing
 from omlx.model.generation_config import SAMPLING_FIELDS
 from omlx.model.images import Picture
@@ -84,6 +85,10 @@ class Engine(TextEngine, Protocol):
 class VisionPrompts(Protocol):
     """Makes the prompts of a vision model (omlx.engine.vlm has the real one); in any thread."""
 
+    @property
+    def marks(self) -> frozenset[str]:
+        """The texts that stand for a picture."""
+
     def prompt(
         self,
         messages: list[dict[str, Any]],
@@ -92,10 +97,12 @@ class VisionPrompts(Protocol):
         salt: str = "",
         tools: Sequence[dict[str, Any]] = (),
         *,
+        literals: Literals = None,
         use_cache: bool = True,
     ) -> tuple[list[int], PromptVision | None]:
         """Token ids, and the pictures in them: the k-th part {"type": "image"} is `pictures[k]`. Raises BadRequest.
 
+        `literals`: see `model.control_tokens.RenderedPrompt`.
         Without `use_cache` nothing that is stored of the pictures is used, and nothing is stored.
         """
 
@@ -310,13 +317,15 @@ def prompt_tokens(engine: Engine, asked: ChatRequest) -> tuple[list[int], Prompt
     if engine.vision is None or not isinstance(prompt, ChatPrompt):
         return tokenize(engine, asked), None
     assert len(prompt.pictures) == len(prompt.images), "the images were not read"
-    vision, salt, use_cache = engine.vision, asked.cache_salt, asked.use_cache
+    vision, salt, cached = engine.vision, asked.cache_salt, asked.use_cache
+    safe, literals = _sanitized(engine, prompt)
 
     def with_pictures(messages: list[dict[str, Any]], tools: Tools) -> tuple[list[int], PromptVision | None]:
-        return vision.prompt(messages, prompt.template_args, prompt.pictures, salt, tools, use_cache=use_cache)
+        args, pictures = safe.template_args, prompt.pictures
+        return vision.prompt(messages, args, pictures, salt, tools, literals=literals, use_cache=cached)
 
     try:
-        return _for_template(engine, prompt, with_pictures)
+        return _for_template(engine, safe, with_pictures)
     except BadPicture as error:
         place = prompt.images[error.index].place
         raise BadRequest(f"{place}: {error.reason}", param=place) from None
@@ -351,18 +360,21 @@ def _fill_in_tokens(engine: Engine, asked: ChatRequest, suffix: str) -> list[int
     return start + [token for mark, part in order for token in (known[mark], *parts[part])]
 
 
-def encode(engine: Engine, text: str, field: str, *, special: bool = True) -> list[int]:
+def encode(engine: Engine, text: str | RenderedPrompt, field: str, *, special: bool = True) -> list[int]:
     """Token ids of a text, which the client's `field` held; `special`: with those that begin every text.
 
-    Raises BadRequest for one that is too long for the context whatever its tokens are: finding these takes long.
+    In a text that the client wrote as a whole the special tokens are real. Raises BadRequest for one that is too long
+    for the context whatever its tokens are: finding these takes long.
     """
+    prompt = text if isinstance(text, RenderedPrompt) else RenderedPrompt(text)
+    text = prompt.plain
     most = engine.context_length * engine.longest_token
     if len(text) > most:
         raise _too_long(engine, field, f"{len(text)} characters are more than {engine.context_length} tokens can hold")
     with tokenizing(engine.name):
         if len(text) > max(engine.context_length, _UNCOUNTED):
             _check_count(engine, text, field)
-        return list(engine.tokenizer.encode(text, add_special_tokens=special))
+        return control_tokens(engine.tokenizer, _marks(engine)).encode(prompt, special=special)
 
 
 def _check_count(engine: Engine, text: str, field: str) -> None:
@@ -407,13 +419,25 @@ def check_length(engine: Engine, prompt: ChatPrompt, field: str) -> None:
         raise _too_long(engine, field, f"{length} characters are more than {engine.context_length} tokens can hold")
 
 
-def render(engine: Engine, prompt: ChatPrompt, *, ready: bool = True) -> str:
+def render(engine: Engine, prompt: ChatPrompt, *, ready: bool = True) -> RenderedPrompt:
     """The conversation as the model's template writes it; `ready`: for the answer. Raises BadRequest."""
+    safe, literals = _sanitized(engine, prompt)
 
     def text(messages: list[dict[str, Any]], tools: Tools) -> str:
-        return chat_template.render(engine.tokenizer, engine.name, messages, prompt.template_args, tools, ready=ready)
+        return chat_template.render(engine.tokenizer, engine.name, messages, safe.template_args, tools, ready=ready)
 
-    return _for_template(engine, prompt, text)
+    return RenderedPrompt(_for_template(engine, safe, text), literals)
+
+
+def _sanitized(engine: Engine, prompt: ChatPrompt) -> tuple[ChatPrompt, Literals]:
+    """The prompt with placeholders for special tokens in what the client wrote, and what they stand for."""
+    control = control_tokens(engine.tokenizer, _marks(engine))
+    safe = control.sanitized(prompt.messages, prompt.template_args, prompt.tools)
+    return replace(prompt, messages=safe.messages, template_args=safe.args, tools=safe.tools), safe.literals
+
+
+def _marks(engine: Engine) -> frozenset[str]:
+    return frozenset() if engine.vision is None else engine.vision.marks
 
 
 def template_changes(engine: Engine, prompt: ChatPrompt) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ import mlx.core as mx
 
 from omlx.cache.vision_feature_cache import VisionFeatureSSDCache
 from omlx.engine.core import Engine, MLXThread, Streams
+from omlx.model.control_tokens import Literals
 from omlx.model.images import decoders
 from omlx.model.prompt_images import PromptImages
 from omlx.model.vision_family import Picture, Pixels, Steps, VisionFamily
@@ -192,6 +193,11 @@ class VisionPrompts:
         self._engine = engine
         self._mrope = family.mrope
 
+    @property
+    def marks(self) -> frozenset[str]:
+        """The texts that stand for a picture."""
+        return self._template.marks
+
     def prompt(
         self,
         messages: Messages,
@@ -201,15 +207,18 @@ class VisionPrompts:
         tools: Sequence[dict[str, Any]] = (),
         *,
         ready: bool = True,
+        literals: Literals = None,
         use_cache: bool = True,
     ) -> tuple[list[int], PromptImages | None]:
         """Token ids of a conversation (`ready`: for the answer), and its pictures (None if it has none).
+
+        `literals`: what the client wrote in place of the placeholders in these arguments.
 
         The k-th part {"type": "image"} of the messages is `pictures[k]`. Pictures under different salts share no
         features; without `use_cache` stored ones are not used, and none are stored. Blocks for a while. Raises
         BadRequest.
         """
-        tokens, images = self._template.tokens(messages, template_args, pictures, tools, ready=ready)
+        tokens, images = self._template.tokens(messages, template_args, pictures, tools, literals=literals, ready=ready)
         if not images:
             return tokens, None
         options = {"mrope": self._mrope, "use_cache": use_cache}

@@ -1,13 +1,11 @@
 """From messages with pictures to token ids, and where in them each picture is.
 
-Text that a client wrote may hold the very characters that stand for a picture. Before the template runs they are
-replaced by a sentinel, so the markers that are there afterwards are the template's own; then both are counted
-through the tokenized prompt in order. What a client wrote stays ordinary tokens.
+Text that a client wrote may hold the very characters that stand for a picture. They are replaced by placeholders before
+they come here (omlx.model.control_tokens), so the markers that are there after the template ran are its own.
 """
 
 import hashlib
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,12 +13,12 @@ import numpy.typing as npt
 
 from omlx.errors import BadPicture, BadRequest
 from omlx.model.chat_template import render
+from omlx.model.control_tokens import Literals, RenderedPrompt, control_tokens
 from omlx.model.foreign import refusing
 from omlx.model.vision_family import Layout, Picture, VisionFamily
 
 Messages = list[dict[str, Any]]
 
-_NO_PICTURE = -1
 _PROBES = ("first probe", "second probe", "third probe")
 
 
@@ -53,6 +51,7 @@ class VisionTemplate:
         self._name = name
         self._family = family
         self._most_chars = most_chars
+        self.marks = frozenset({family.marker, family.image_token})
         self._takes_parts = self._marks_parts()
         self._takes_text = not self._takes_parts or self._shows_text()
 
@@ -81,24 +80,24 @@ class VisionTemplate:
         pictures: Sequence[Picture],
         tools: Sequence[dict[str, Any]] = (),
         *,
+        literals: Literals = None,
         ready: bool = True,
     ) -> tuple[list[int], list[PlacedImage]]:
         """Token ids of the conversation (`ready`: for the answer), and its pictures where they are.
 
-        The k-th part {"type": "image"} of the messages is `pictures[k]`. `args` and `tools` go to the template. Takes
-        a while for long texts; any thread. Raises BadRequest.
+        The k-th part {"type": "image"} of the messages is `pictures[k]`. `args` and `tools` go to the template;
+        `literals`: what the client wrote in place of placeholders in all of these. Takes a while for long texts; any
+        thread. Raises BadRequest.
         """
         layouts = [self._layout(index, picture) for index, picture in enumerate(pictures)]
         self._check_length(sum(len(layout.text) for layout in layouts))
-        strays = Strays([messages, args, list(tools)], {self._family.marker, self._family.image_token})
-        safe = [self._message(message, strays) for message in messages]
-        safe_args, safe_tools = strays.hidden(args), strays.hidden(list(tools))
-        shown = render(self._tokenizer, self._name, safe, safe_args, safe_tools, ready=ready)
-        text, labels = self._expanded(shown, strays, layouts)
-        self._check_length(len(text))
+        shaped = [self._message(message) for message in messages]
+        shown = render(self._tokenizer, self._name, shaped, args, tools, ready=ready)
+        prompt = RenderedPrompt(self._expanded(shown, layouts), literals)
+        self._check_length(len(prompt.plain))
         with refusing(f"model {self._name}: its tokenizer failed"):
-            ids = self._begin(text) + list(self._tokenizer.encode(text, add_special_tokens=False))
-        return ids, self._placed(ids, labels, pictures, layouts)
+            ids = self._begin(prompt.text) + control_tokens(self._tokenizer, self.marks).encode(prompt)
+        return ids, self._placed(ids, pictures, layouts)
 
     def _layout(self, index: int, picture: Picture) -> Layout:
         try:
@@ -115,37 +114,27 @@ class VisionTemplate:
                 code="context_length_exceeded",
             )
 
-    def _message(self, message: dict[str, Any], strays: "Strays") -> dict[str, Any]:
-        """A message as the template takes it, what looks like a picture in its texts replaced."""
-        safe: dict[str, Any] = strays.hidden(message)
-        content = safe.get("content")
+    def _message(self, message: dict[str, Any]) -> dict[str, Any]:
+        """A message as the template takes it."""
+        content = message.get("content")
         if isinstance(content, list) and not self._takes_parts:
             # A message that begins with its pictures, as most do, has them in front of its text.
             parts = (self._family.literal if part.get("type") == "image" else part.get("text", "") for part in content)
-            return safe | {"content": "\n".join(parts)}
+            return message | {"content": "\n".join(parts)}
         if isinstance(content, str) and not self._takes_text:
-            return safe | {"content": [{"type": "text", "text": content}]}
-        return safe
+            return message | {"content": [{"type": "text", "text": content}]}
+        return message
 
-    def _expanded(self, shown: str, strays: "Strays", layouts: Sequence[Layout]) -> tuple[str, list[int]]:
-        """The prompt's text with every picture's layout; for each image token in it whose it is."""
-        pieces, labels, used = [], [], 0
-        for piece in re.split(f"({'|'.join(map(re.escape, (self._family.marker, *strays.sentinels)))})", shown):
-            if piece == self._family.marker:
-                if used < len(layouts):
-                    piece = layouts[used].text
-                    labels += [used] * layouts[used].positions
-                used += 1
-            elif piece in strays.sentinels:
-                piece = strays.sentinels[piece]
-                labels += [_NO_PICTURE] * piece.count(self._family.image_token)
-            pieces.append(piece)
-        if used != len(layouts):
+    def _expanded(self, shown: str, layouts: Sequence[Layout]) -> str:
+        """The prompt's text with every picture's layout."""
+        first, *others = shown.split(self._family.marker)
+        if len(others) != len(layouts):
             raise BadRequest(
-                f"the model's chat template has room for {used} images in these messages, which have {len(layouts)}",
+                f"the model's chat template has room for {len(others)} images in these messages, "
+                f"which have {len(layouts)}",
                 param="messages",
             )
-        return "".join(pieces), labels
+        return first + "".join(layout.text + text for layout, text in zip(layouts, others, strict=True))
 
     def _begin(self, text: str) -> list[int]:
         """The token that begins every text, where the tokenizer adds one and the template has not written it.
@@ -157,53 +146,21 @@ class VisionTemplate:
             return []
         return [int(begin)]
 
-    def _placed(
-        self, ids: list[int], labels: list[int], pictures: Sequence[Picture], layouts: Sequence[Layout]
-    ) -> list[PlacedImage]:
+    def _placed(self, ids: list[int], pictures: Sequence[Picture], layouts: Sequence[Layout]) -> list[PlacedImage]:
         if not pictures:
             return []
         places = np.flatnonzero(np.asarray(ids) == self._family.image_token_id)
-        if len(places) != len(labels):
+        ends = np.cumsum([layout.positions for layout in layouts])
+        if len(places) != ends[-1]:
             raise BadRequest("the messages hold parts of what stands for images; leave them out", param="messages")
-        if places[-1] == len(ids) - 1 and labels[-1] != _NO_PICTURE:
+        if places[-1] == len(ids) - 1:
             raise BadRequest("an image is the very last of the prompt; the model answers to text", param="messages")
-        whose = np.asarray(labels)
+        own = np.split(places, ends[:-1])
         return [
-            PlacedImage(picture, self.digest(picture), layout, places[whose == number])
-            for number, (picture, layout) in enumerate(zip(pictures, layouts, strict=True))
+            PlacedImage(picture, self.digest(picture), layout, positions)
+            for picture, layout, positions in zip(pictures, layouts, own, strict=True)
         ]
 
     def digest(self, picture: Picture) -> bytes:
         """32 bytes that name a picture as this model sees it: its pixels, and what is done to them."""
         return hashlib.sha256(b"omlx picture 1" + picture.pixel_digest + self._family.settings_digest).digest()
-
-
-class Strays:
-    """Texts that look like a picture to the tokenizer, and a sentinel for each that occurs nowhere in what was written.
-
-    Sentinels are letters and digits, which no template escapes.
-    """
-
-    def __init__(self, written: Any, texts: set[str]) -> None:
-        strings, number = "\0".join(_strings(written)), 0
-        while f"omlx{number}z" in strings:
-            number += 1
-        self.sentinels = {f"omlx{number}z{chr(ord('a') + at)}z": text for at, text in enumerate(sorted(texts))}
-
-    def hidden(self, value: Any) -> Any:
-        """The value with those texts replaced in all its strings."""
-        if isinstance(value, str):
-            for sentinel, text in self.sentinels.items():
-                value = value.replace(text, sentinel)
-            return value
-        if isinstance(value, dict):
-            return {key: self.hidden(item) for key, item in value.items()}
-        return [self.hidden(item) for item in value] if isinstance(value, list) else value
-
-
-def _strings(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict | list):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _strings(item)

@@ -27,6 +27,7 @@ class SeeingEngine(FakeEngine):
     """Takes pictures, and remembers what it was asked to make a prompt of."""
 
     vision: Any = None
+    marks: frozenset[str] = frozenset()
     prompts: list[tuple[list[dict[str, Any]], list[Picture]]] = field(default_factory=list)
 
     def __post_init__(self) -> None:

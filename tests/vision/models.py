@@ -10,6 +10,7 @@ from typing import Any
 from omlx.cache.vision_feature_cache import VisionFeatureSSDCache
 from omlx.engine.core import MLXThread, Streams
 from omlx.engine.vlm import VLMEngine
+from omlx.model.control_tokens import control_tokens
 from omlx.model.vlm_loader import VisionModel, load_vision
 from omlx.model.vlm_runner import VLMRunner
 from omlx.request import Request
@@ -97,7 +98,9 @@ class VisionBench(Bench):
     def show(self, *turns: Part | Prompt, **options: Any) -> Request:
         """Queues a question."""
         asked, pictures = messages(*turns)
-        tokens, vision = self.engine.vision.prompt(asked, {}, pictures, use_cache=options.get("cache", True))
+        prompts, cached = self.engine.vision, options.get("cache", True)
+        safe = control_tokens(self.engine.tokenizer, prompts.marks).sanitized(asked, {}, [])
+        tokens, vision = prompts.prompt(safe.messages, {}, pictures, literals=safe.literals, use_cache=cached)
         return self.add(tokens, vision=vision, **({"max_tokens": 6, "ignore_eos": True} | options))
 
     def see(self, *turns: Part | Prompt, **options: Any) -> Request:

@@ -1,6 +1,5 @@
 """From messages to prompts: where pictures are, and what only looks like one."""
 
-import itertools
 import json
 import shutil
 from pathlib import Path
@@ -14,6 +13,7 @@ from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from omlx.errors import BadRequest
+from omlx.model.control_tokens import control_tokens
 from omlx.model.vision_template import VisionTemplate
 from omlx.model.vlm_loader import load_vision
 from tests.dict_store import DictStore
@@ -31,7 +31,8 @@ def template(family: str, most_chars: int = 100_000) -> VisionTemplate:
 
 def tokens(made: VisionTemplate, *turns: Any) -> tuple[list[int], list[Any]]:
     asked, pictures = messages(*turns)
-    return made.tokens(asked, {}, pictures)
+    safe = control_tokens(made._tokenizer, made.marks).sanitized(asked, {}, [])
+    return made.tokens(safe.messages, safe.args, pictures, literals=safe.literals)
 
 
 def looks_like_pictures(family: str) -> list[str]:
@@ -50,21 +51,20 @@ def test_what_looks_like_a_picture_in_a_text_is_text(family: str) -> None:
             assert len(image.positions) == len(expected.positions)
             assert [image.picture, image.digest] == [expected.picture, expected.digest]
         seen = {at for image in images for at in image.positions.tolist()}
-        strays = [at for at, token in enumerate(ids) if token == loaded(family).family.image_token_id]
-        assert len(strays) - len(seen) == 5 * stray.count(loaded(family).family.image_token)
+        assert seen == {at for at, token in enumerate(ids) if token == loaded(family).family.image_token_id}
         text = tokenizer.decode(ids)
         assert text.count(f"{stray}{stray} b") == text.count(f"a {stray}") == text.count(f"c {stray}") == 1
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_answer_to_a_stray_is_that_of_ordinary_tokens(family: str) -> None:
-    """The tokens themselves are embedded, in a chunk with a picture and in one without."""
+    """In a prompt with a picture and in one without."""
     stray = loaded(family).family.image_token
     bench = VisionBench(family, DictStore())
     request = bench.see([A, f"What does {stray} mean?"])
     assert len(request.vision.starts) == 1 and bench.encoded == 1
     text = bench.see(f"What does {stray} mean?")
-    assert text.vision is None and text.prompt.count(loaded(family).family.image_token_id) == 1
+    assert text.vision is None and loaded(family).family.image_token_id not in text.prompt
     assert bench.encoded == 1
 
 
@@ -82,9 +82,10 @@ def test_tools_and_arguments_of_the_template_are_text_too(tmp_path: Path) -> Non
     asked, pictures = messages([A, "x"])
     asked.append({"role": "assistant", "content": "", "tool_calls": [{"name": "f", "arguments": {"a": stray}}]})
     tools = [{"name": "f", "description": f"draws {stray}"}]
-    ids, images = made.tokens(asked, {"style": f"plain {stray} "}, pictures, tools)
     model = loaded("qwen2_vl")
-    assert ids.count(model.family.image_token_id) == 3 + len(images[0].positions)
+    safe = control_tokens(model.loaded.tokenizer).sanitized(asked, {"style": f"plain {stray} "}, tools)
+    ids, images = made.tokens(safe.messages, safe.args, pictures, safe.tools, literals=safe.literals)
+    assert ids.count(model.family.image_token_id) == len(images[0].positions)
     picture = model.family.layout(A.size).text
     assert model.loaded.tokenizer.decode(ids) == (
         f'plain {stray} [{{"name": "f", "description": "draws {stray}"}}]{picture}x[]'
@@ -123,19 +124,18 @@ PIECES = st.sampled_from(["<", "image", ">", "<image>", "<fake_token_around_imag
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.one_of(st.none(), st.lists(PIECES, max_size=6).map("".join)), max_size=6))
-def test_whatever_stands_around_them_pictures_are_found_or_refused(parts: list[str | None]) -> None:
-    """`None` is a picture. Texts next to each other may form what stands for one: that is refused."""
+def test_whatever_stands_around_them_pictures_are_found(parts: list[str | None]) -> None:
+    """`None` is a picture. Texts next to each other may form what stands for one: that is text as well."""
     turn = [A if part is None else part for part in parts]
-    try:
-        ids, images = tokens(template("idefics3"), turn)
-    except BadRequest:
-        assert any(isinstance(a, str) and isinstance(b, str) for a, b in itertools.pairwise(turn))
-        return
+    ids, images = tokens(template("idefics3"), turn)
     layout, tokenizer = loaded("idefics3").family.layout(A.size), loaded("idefics3").loaded.tokenizer
     texts = [layout.text if part is None else part for part in parts]
     assert tokenizer.decode(ids) == f"<|im_start|>user\n{''.join(texts)}<|im_end|>\n<|im_start|>assistant\n"
-    # Each text alone gives as many tokens as it does in the prompt: bytes and special tokens are never joined.
-    lengths = [len(tokenizer.encode(text, add_special_tokens=False)) for text in texts]
+    # A character of a text is as many tokens as it has bytes.
+    lengths = [
+        len(tokenizer.encode(text, add_special_tokens=False)) if part is None else len(text.encode())
+        for part, text in zip(parts, texts, strict=True)
+    ]
     begins = [len("|user\n") + sum(lengths[:at]) for at, part in enumerate(parts) if part is None]
     assert [image.picture for image in images] == [A] * parts.count(None)
     for image, begin in zip(images, begins, strict=True):
@@ -206,9 +206,9 @@ def test_a_template_that_ends_with_a_picture_is_refused(tmp_path: Path) -> None:
         tokens(made, [A, "What is this?"])
 
 
-def test_a_picture_pieced_together_by_the_template_is_refused() -> None:
-    with pytest.raises(BadRequest, match="has room for 2 images"):
-        tokens(template("idefics3"), [A, "an <ima", "ge>"])
+def test_a_picture_pieced_together_by_the_template_is_text() -> None:
+    ids, images = tokens(template("idefics3"), [A, "an <ima", "ge>"])
+    assert len(images) == 1 and ids.count(loaded("idefics3").family.image_token_id) == len(images[0].positions)
 
 
 def test_what_no_template_may_be_told_is_refused() -> None:
