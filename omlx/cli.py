@@ -18,6 +18,7 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from omlx import __version__
+from omlx.access.connections import unchanged_limits
 from omlx.access.keys import read_keys
 from omlx.errors import ModelError, OmlxError, SettingError
 from omlx.model.folder import MICRO_VLM, find_model, read_adapter, scan_models, shipped_models
@@ -64,7 +65,8 @@ def _heavy(target: str) -> Callable[..., Any]:
     seconds to load, and `omlx --help` or a refused flag should not wait for it.
     """
     module, function = target.split(":")
-    found: Callable[..., Any] = getattr(importlib.import_module(module), function)
+    with unchanged_limits():
+        found: Callable[..., Any] = getattr(importlib.import_module(module), function)
     return found
 
 

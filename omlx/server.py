@@ -22,9 +22,10 @@ from starlette.requests import ClientDisconnect
 from omlx import __version__, worker
 from omlx.access.body_budget import BodyBudget
 from omlx.access.checks import AdminCheck, KeyCheck, PageCheck, api_key_of, is_loopback
+from omlx.access.connections import Connections, log_seldom, raise_limit, unchanged_limits
 from omlx.access.cross_origin import CrossOrigin
 from omlx.access.keys import KeyRing
-from omlx.access.limits import KEEP_ALIVE_S, MAX_HEAD_BYTES, HeadCheck, PatientProtocol, read_body
+from omlx.access.limits import KEEP_ALIVE_S, MAX_HEAD_BYTES, HeadCheck, limited, read_body
 from omlx.access.request_id import RequestId, add_request_id
 from omlx.admin import routes as admin
 from omlx.api import anthropic, embeddings, openai, sse, tokens
@@ -55,6 +56,7 @@ FLUSH_S = 4.5
 # Where files are written only when blocks leave RAM, all of RAM may have to be written now.
 FLUSH_BACK_S = 60.0
 
+_QUEUED = 1024  # connections that the kernel keeps until they are accepted
 _CLIENT_CLOSED_REQUEST = 499
 _HTTP_ERRORS = {
     404: ("no such path", "not_found"),
@@ -308,7 +310,10 @@ class Server(uvicorn.Server):
         super().handle_exit(sig, frame)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        log_seldom(asyncio.get_running_loop())
         await super().startup(sockets)
+        for listener in sockets or ():
+            listener.listen(_QUEUED)  # uvicorn's backlog is also how many asyncio accepts at a time
         if self.started:
             # What lives as long as the server is not walked by each full collection, which took 150 ms before.
             gc.collect()
@@ -331,6 +336,7 @@ class Server(uvicorn.Server):
 def serve(settings: Settings) -> int:
     """Serves until SIGTERM or SIGINT; returns the exit status. Prints how to reach it when it is ready."""
     _set_up_logging(settings.log_level)
+    raise_limit()
     try:
         listener = bind(settings.host, settings.port)
     except OSError as error:
@@ -345,7 +351,8 @@ def serve(settings: Settings) -> int:
 
 def _make_pool(settings: Settings) -> admin.AdminPool:
     # Imported here because it loads MLX, which takes seconds: a port in use is told before.
-    from omlx.engine.pool import EnginePool as ModelPool  # noqa: PLC0415
+    with unchanged_limits():
+        from omlx.engine.pool import EnginePool as ModelPool  # noqa: PLC0415
 
     config, length = settings.scheduler_config(), settings.max_model_len
     return ModelPool(
@@ -378,12 +385,14 @@ def run(pool: admin.AdminPool, settings: Settings, listener: socket.socket) -> i
 
 
 def http_config(app: FastAPI, **more: Any) -> uvicorn.Config:
-    """How uvicorn serves the application; its limits are those of access.limits."""
+    """How uvicorn serves the application; its limits are those of access.limits and access.connections."""
+    connections = Connections()
     return uvicorn.Config(
         app,
         lifespan="on",
         # h11 on every machine, whatever else is installed: its limits are the ones that are documented.
-        http=PatientProtocol,
+        http=limited(connections),
+        backlog=connections.backlog,
         h11_max_incomplete_event_size=MAX_HEAD_BYTES,
         timeout_keep_alive=KEEP_ALIVE_S,
         ws="none",

@@ -20,6 +20,8 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from omlx.access.checks import OPEN_PATHS, RETRY_AFTER_S
+from omlx.access.connections import Connections
 from omlx.access.request_id import HEADER, new_id
 from omlx.api.events import Fault
 from omlx.api.json_text import SMALL_BYTES, TooMuchJson, parse_json
@@ -134,6 +136,23 @@ _NO_HTTP = Fault(400, "this is not a valid HTTP request", code="invalid_http")
 _HEAD_TOO_SLOW = Fault(408, f"the head of the request did not come within {HEAD_S:g} s", code="request_timeout")
 
 
+_TOO_MANY = Fault(
+    503, "too many connections have requests running; try again later", code="overloaded", retry_after_s=RETRY_AFTER_S
+)
+
+
+def _essential_only(app: Any) -> ASGIApp:
+    """The application for a connection that is one too many: only the paths that always answer."""
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] in OPEN_PATHS:
+            await app(scope, receive, send)
+        else:
+            await refuse(scope["path"][:200], _TOO_MANY, {"connection": "close"})(scope, receive, send)
+
+    return answer
+
+
 class PatientProtocol(H11Protocol):
     """uvicorn's HTTP over h11, that is patient with slow clients for a while only, and refuses in JSON.
 
@@ -142,18 +161,26 @@ class PatientProtocol(H11Protocol):
     """
 
     _has_answered = False
+    _room: Connections
     _timer: asyncio.TimerHandle | None = None
     _stalled: asyncio.TimerHandle | None = None
     _waits_for = ""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        if not self._room.add(self):
+            self.app = _essential_only(self.app)
         self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._room.remove(self)
         self._stop_timer()
         self._goes_on()
         super().connection_lost(exc)
+
+    def abort(self) -> None:
+        """Closes the connection at once."""
+        self.transport.abort()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -186,6 +213,7 @@ class PatientProtocol(H11Protocol):
     def _watch(self) -> None:
         """Sets the timer for what the client is to do now; one that runs for the same thing already goes on."""
         waits_for = self._expected()
+        self._room.set_idle(self, bool(waits_for) or self.conn.their_state is h11.IDLE)
         if waits_for == self._waits_for:
             return
         self._stop_timer()
@@ -230,3 +258,8 @@ class PatientProtocol(H11Protocol):
             self.transport.write(b"".join(self.conn.send(event) or b"" for event in events))
             http_request_id.reset(token)
         self.transport.close()
+
+
+def limited(connections: Connections) -> type[PatientProtocol]:
+    """The protocol for the connections of one server, which count there."""
+    return type("LimitedProtocol", (PatientProtocol,), {"_room": connections})
