@@ -33,7 +33,7 @@ from omlx.cache.paged_ssd_cache import PagedSSDCacheManager
 from omlx.cache.prefix_cache import BlockAwarePrefixCache, CacheIdentity
 from omlx.storage.block_table import BlockTable, Entry
 from omlx.storage.disk_index import IndexFile, snapshot_path
-from omlx.storage.folder import INDEX_NAME, block_path, make_folder
+from omlx.storage.folder import INDEX_NAME, FolderLock, block_path, closing_note, make_folder
 from omlx.storage.tensor_file import BlockBuffer, BlockMeta, with_size, write_block_file
 
 BLOCK = 64
@@ -65,6 +65,7 @@ def make_store(root: Path, blocks: int, prompt_tokens: int) -> None:
     Only the oldest have files, so that evicting them is real work.
     """
     make_folder(root)
+    lock = FolderLock(root)
     index = IndexFile(root / INDEX_NAME)
     index.load()
     table = BlockTable()
@@ -76,6 +77,8 @@ def make_store(root: Path, blocks: int, prompt_tokens: int) -> None:
             index.save(table.take_changes(10_000))
     index.save(table.take_changes(10_000))
     index.close(table.pack())
+    lock.leave(closing_note(root))
+    lock.release()
 
 
 def write_file(root: Path, meta: BlockMeta) -> None:

@@ -71,6 +71,7 @@ class MemoryMonitor:
         self._managers: list[TieredCacheManager] = []
         self._next_check = 0.0
         self._said = False
+        self._evicted = 0  # bytes since the process exceeded its limit
 
     def watch(self, manager: TieredCacheManager) -> None:
         """Counts a model's stack in, from now on."""
@@ -112,14 +113,14 @@ class MemoryMonitor:
             mx.clear_cache()
             self.excess = self._over_process_limit()
         if max(self.excess, self._over_hot_limit()) <= 0:
-            self._said = False
+            self._report_end()
             return 0
         freed = self._evict_features(self.excess)
         freed += self._evict(max(self.excess - freed, self._over_hot_limit()))
         if self.excess:
             if freed and _malloc_trim is not None:
                 _malloc_trim(0)
-            self._say(freed)
+            self._report(freed)
             self.excess = max(0, self.excess - freed)
         return freed
 
@@ -159,14 +160,21 @@ class MemoryMonitor:
         rss = self._rss()
         return max(rss, mx.get_active_memory() + mx.get_cache_memory()) if mx.metal.is_available() else rss
 
-    def _say(self, freed: int) -> None:
-        """Once, until memory is below the limit again."""
+    def _report(self, freed: int) -> None:
+        """Warns when the limit is exceeded first; what is evicted later, until it is met again, is one line then."""
+        self._evicted += freed
         if not self._said:
             log.warning(
-                "the process is %s over --max-process-memory (%s): %s of what is stored leaves RAM",
-                format_size(self.excess), format_size(self.max_process_memory), format_size(freed),
+                "process memory exceeds --max-process-memory (%s) by %s; evicting cached blocks and features from RAM: "
+                "%s so far",
+                format_size(self.max_process_memory), format_size(self.excess), format_size(freed),
             )  # fmt: skip
         self._said = True
+
+    def _report_end(self) -> None:
+        if self._said:
+            log.info("process memory is below its limit again; evicted %s from RAM", format_size(self._evicted))
+        self._said, self._evicted = False, 0
 
 
 @cache

@@ -159,12 +159,13 @@ def test_what_eviction_cannot_mend_is_known_and_said_once(opened, hot, caplog):
         for _ in range(3):
             monitor.check(now=True)
     assert monitor.excess == 5 * MB and in_ram(tiers) == []
-    assert caplog.text.count("5 MB over --max-process-memory (1 GB): 2 MB of what is stored leaves RAM") == 1
+    line = "--max-process-memory (1 GB) by 5 MB; evicting cached blocks and features from RAM: 2 MB so far"
+    assert caplog.text.count(line) == 1
     over[0] = 0
     assert monitor.check(now=True) == 0 and monitor.excess == 0
     over[0] = MB
     monitor.check(now=True)
-    assert caplog.text.count("over --max-process-memory") == 2
+    assert caplog.text.count("exceeds --max-process-memory") == 2
 
 
 def test_without_a_limit_the_process_may_grow(opened, hot):

@@ -10,7 +10,15 @@ from omlx.errors import OmlxError
 from omlx.storage.bookkeeping import Key
 from omlx.storage.disk_index import IndexFile
 from omlx.storage.feature_listing import abandoned_files
-from omlx.storage.folder import INDEX_NAME, VISION_FOLDER, FolderLock, block_path, walk
+from omlx.storage.folder import (
+    INDEX_NAME,
+    VISION_FOLDER,
+    FolderLock,
+    block_path,
+    closing_note,
+    compare_note,
+    walk,
+)
 from omlx.storage.survey import Wanted, blocks, everything, features, folder_of
 
 
@@ -31,7 +39,8 @@ def clear(root: Path, wanted: Wanted = everything, before_ns: int | None = None)
     Raises StoreLocked if a process works on the root, OmlxError if something cannot be deleted.
     """
     try:
-        with _locked(root):
+        with _locked(root) as lock:
+            state = compare_note(root, lock.note)
             index = IndexFile(root / INDEX_NAME)
             try:
                 spared = set() if before_ns is None else _used_since(root, wanted, before_ns)
@@ -42,16 +51,18 @@ def clear(root: Path, wanted: Wanted = everything, before_ns: int | None = None)
                 index.close(None)  # the next start compares files and index
                 raise
             index.close_as_found()
+            if index.clean and all(state):
+                lock.leave(closing_note(root))
     except OSError as error:
         raise OmlxError(f"the cache folder {root} cannot be cleared: {error}") from error
     return cleared
 
 
 @contextlib.contextmanager
-def _locked(root: Path) -> Iterator[None]:
+def _locked(root: Path) -> Iterator[FolderLock]:
     lock = FolderLock(root)
     try:
-        yield
+        yield lock
     finally:
         lock.release()
 

@@ -12,7 +12,7 @@ from omlx.storage.block_table import Change, Entry, Packed, Row, entry_of, pack_
 from omlx.storage.bookkeeping import Key
 from omlx.storage.folder import SNAPSHOT_NAME, remove, set_aside
 from omlx.storage.snapshot import is_snapshot, read_snapshot, write_snapshot
-from omlx.storage.tensor_file import temporary_path
+from omlx.storage.tensor_file import opened, temporary_path
 
 log = logging.getLogger(__name__)
 
@@ -21,6 +21,8 @@ _COLUMNS = (
     "folder TEXT, hash BLOB, parent BLOB, token_count INTEGER, start INTEGER, exact_tokens INTEGER, "
     "cuts TEXT, numerics TEXT, file_size INTEGER, used INTEGER, stale INTEGER"
 )
+_MAGIC = b"SQLite format 3\0"
+_HEAD_BYTES = 1 << 16  # SQLite's largest page
 _NAMES = ", ".join(column.split()[0] for column in _COLUMNS.split(", "))
 _UPSERT = f"INSERT OR REPLACE INTO blocks ({_NAMES}) VALUES ({', '.join('?' * len(_NAMES.split(', ')))})"
 # The file holds something else than we wrote, or is not in its place; other errors may pass (a full disk, say).
@@ -199,9 +201,24 @@ class IndexFile:
 
     def _remove(self) -> None:
         self._set_aside_foreign_snapshot()
+        with contextlib.suppress(OSError):
+            if not _may_be_ours(self.path):
+                log.warning("%s is no cache index: renamed to %s", self.path, set_aside(self.path))
         remove(self.path)
         remove(self._journal)
         remove(self._snapshot)
+
+
+def _may_be_ours(path: Path) -> bool:
+    """Whether a file that SQLite refuses is a damaged index, not something that a user keeps under this name.
+
+    An index names its columns in the first page; an empty or cut-off file holds nothing to lose. Raises OSError.
+    """
+    if os.path.islink(path):
+        return False
+    with opened(path) as fd, open(fd, "rb", closefd=False) as file:
+        head = file.read(_HEAD_BYTES)
+    return not head.strip(b"\0") or _MAGIC.startswith(head) or _COLUMNS.encode() in head
 
 
 class _ForeignFile(Exception):

@@ -29,12 +29,13 @@ from omlx.storage.folder import (
     FolderLock,
     StoreLocked,
     block_path,
+    closing_note,
+    compare_note,
     file_mark,
     key_of,
     make_folder,
     raise_if_locked,
     remove,
-    tree_mark,
 )
 from omlx.storage.recovery import Recovery, compare, stale_entry
 from omlx.storage.siblings import FEW
@@ -92,7 +93,8 @@ class DiskStore:
         self._index: IndexFile | None = None
         self._tokens = RecentTokens()
         self._index_mark = ""  # of the index file as we left it last
-        self._tree_changed = False  # block files came or went since the folder was closed
+        self._tree_changed = False  # block files may have come or gone since the index was written
+        self._sizes_unknown = False  # the index may be of another time than the files
         self._untold: set[Path] = set()  # removed files that SQLite may still have a row of
         self._complete = threading.Event()
         self._recovery = Recovery(root, self.blocks)
@@ -359,13 +361,12 @@ class DiskStore:
         make_folder(self.root)
         lock = FolderLock(self.root)
         path = self.root / INDEX_NAME
-        size, time_ns, tree, *_ = [*lock.note.split(" "), "", "", ""]  # older versions leave no third field
-        index_mark = f"{size} {time_ns}"
-        as_left = lock.note == "" or index_mark == file_mark(path)
+        state = compare_note(self.root, lock.note)
+        replaced = state.closed and not state.index_same
         try:
             index = IndexFile(path)
-            packed = index.load(as_left=as_left)
-            if not as_left and not index.damaged:
+            packed = index.load(as_left=state.index_same)
+            if replaced and not index.damaged:
                 log.warning("the cache index %s is not the one that was left here: the folder is looked through", path)
                 index.make_again()
         except OSError:
@@ -373,10 +374,11 @@ class DiskStore:
             raise
         if self._lock_file is not None:
             self._disconnect(clean=False)
-        self._tree_changed = tree != tree_mark(self.root)
+        self._tree_changed = not (index.clean and state.closed and state.shards_same)
+        self._sizes_unknown = index.damaged or not state.closed
         self.index_damaged += index.damaged + index.snapshot_damaged
         self.blocks.load(packed, index.nbytes())  # before it counts as connected: blocks of a lost folder are no damage
-        if not as_left:
+        if replaced:
             self.blocks.mark_all_changed()
         self._lock_file, self._index, self._index_mark = lock, index, file_mark(path)
         self._measure()
@@ -389,8 +391,9 @@ class DiskStore:
         if self._index is not None and self._lock_file is not None:
             packed = self.blocks.pack() if clean else None
             self._index.close(packed)
-            mark = file_mark(self._index.path) if packed is not None else ""
-            self._lock_file.release(f"{mark} {tree_mark(self.root)}" if mark else "")
+            if packed is not None:
+                self._lock_file.leave(closing_note(self.root))
+            self._lock_file.release()
         self._index = self._lock_file = None
 
     def _complete_index(self) -> None:
@@ -399,8 +402,8 @@ class DiskStore:
         Sizes first, so that the limit holds before anything is written; headers are read beside the work.
         """
         found = []
-        if self._index is not None and (self._tree_changed or not self._index.clean):
-            found = self._recovery.count_files(distrust=self._index.damaged, drop_missing=not self._index.clean)
+        if self._index is not None and self._tree_changed:
+            found = self._recovery.count_files(distrust=self._sizes_unknown)
             self._unlink_doomed()  # the limit holds before anything new is written
         if found:
             self._complete.clear()  # also when the folder was taken up long after the start

@@ -6,6 +6,7 @@ A file is ours by its place and its name alone, so what others put there is neve
 import contextlib
 import fcntl
 import hashlib
+import logging
 import os
 import re
 import time
@@ -30,6 +31,10 @@ _HEX = "0123456789abcdef"
 _LONGEST_NAME = 200  # file systems take 255 bytes, or a little less with encryption
 _MAX_DEPTH = 3  # a model's folder lies at most this deep: nobody's home folder is searched through
 _BLOCK_NAME = re.compile(rf"(?:[0-9a-f]{{2}}){{1,{MAX_HASH_BYTES}}}\.safetensors")
+_MAX_LOCK_BYTES = 200
+_LOCK_TEXT = re.compile(rb"[\d\s]*(?:\d+\n[\d a-f]*\n?)?")  # what any version writes, or a part of it
+
+log = logging.getLogger(__name__)
 
 
 class StoreLocked(OmlxError):
@@ -210,6 +215,26 @@ def file_mark(path: Path) -> str:
     return f"{stat.st_size} {stat.st_mtime_ns}"
 
 
+def closing_note(root: Path) -> str:
+    """What a process that reported everything to the index leaves in the lock file: the state of index and shards."""
+    mark = file_mark(root / INDEX_NAME)
+    return f"{mark} {tree_mark(root)}" if mark else ""
+
+
+class FolderState(NamedTuple):
+    """What became of a root since a process closed it."""
+
+    closed: bool  # whether a process closed it at all, with everything reported
+    index_same: bool  # whether the index file is the one that was left
+    shards_same: bool  # whether no block file came or went
+
+
+def compare_note(root: Path, note: str) -> FolderState:
+    """Compares a root with the note in its lock file. Notes of older versions do not cover the shards."""
+    index, _, tree = note.rpartition(" ") if note.count(" ") > 1 else (note, "", "")
+    return FolderState(bool(note), index == file_mark(root / INDEX_NAME), tree == tree_mark(root))
+
+
 class FolderLock:
     """The right to change files under a root: a lock on <root>/.lock, held until `release` or the process's end.
 
@@ -219,17 +244,27 @@ class FolderLock:
 
     def __init__(self, root: Path) -> None:
         self._path = root / LOCK_NAME
-        self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._fd = self._locked(root)
+        if not _LOCK_TEXT.fullmatch(os.pread(self._fd, _MAX_LOCK_BYTES, 0)):
+            try:
+                log.warning("%s is no lock file: renamed to %s", self._path, set_aside(self._path))
+            finally:
+                os.close(self._fd)
+            self._fd = self._locked(root)
+        _, self.note = read_lock(self._fd)
+        self._write()
+
+    def _locked(self, root: Path) -> int:
+        fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as exc:
-            locked = _locked_by(root, self._fd)
-            os.close(self._fd)
+            locked = _locked_by(root, fd)
+            os.close(fd)
             if isinstance(exc, BlockingIOError):
                 raise locked from exc
             raise
-        _, self.note = read_lock(self._fd)
-        self._write()
+        return fd
 
     def _write(self, note: str = "") -> None:
         with contextlib.suppress(OSError):  # on a full disk the number is missing, the lock holds
@@ -243,10 +278,13 @@ class FolderLock:
         except OSError:
             return False
 
-    def release(self, note: str = "") -> None:
-        """Frees the folder; leaves the next holder a note of one line."""
+    def leave(self, note: str) -> None:
+        """Leaves the next holder a note of one line (see `closing_note`)."""
         if note:
             self._write(f"{note}\n")
+
+    def release(self) -> None:
+        """Frees the folder."""
         os.close(self._fd)
 
 
@@ -266,5 +304,5 @@ def _locked_by(root: Path, fd: int) -> StoreLocked:
 
 def read_lock(fd: int) -> tuple[str, str]:
     """What an open lock file says: the number of the process that took the lock last, and its note."""
-    pid, _, note = os.pread(fd, 200, 0).decode("ascii", "replace").partition("\n")
+    pid, _, note = os.pread(fd, _MAX_LOCK_BYTES, 0).decode("ascii", "replace").partition("\n")
     return pid.strip(), note.strip()

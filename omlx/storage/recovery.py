@@ -51,17 +51,17 @@ class Recovery:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def count_files(self, *, distrust: bool, drop_missing: bool = True) -> list[Entry]:
-        """Gives every file an entry with its size, and with `drop_missing` takes away the entries without one.
+    def count_files(self, *, distrust: bool) -> list[Entry]:
+        """Gives every file an entry with its size, and removes the entries without a file.
 
-        Returns those that are still to be identified. `distrust`: somebody changed the index, so sizes are compared.
+        Returns those that are still to be identified. `distrust`: the index may be of another time than the files,
+        so sizes are compared.
         """
         found = []
         for entry in find_blocks(self._root, self._see_unless_changed if distrust else self._blocks.see):
             self._blocks.add_found(entry)
             found.append(entry)
-        if drop_missing:
-            self._blocks.keep_only_seen()
+        self._blocks.keep_only_seen()
         self._blocks.in_order()
         return found
 

@@ -90,11 +90,12 @@ def test_with_any_spoiled_block_the_answer_is_the_cold_one_and_the_block_comes_b
     caplog.clear()
     again = ask_and_flush(bench)
     assert bench.answer(again) == cold and again.stats.cached_tokens < len(PROMPT) - 1
-    assert bench.store.stats().damaged == 1
-    assert [str(files[which]) in line for line in warnings_in(caplog)] == [True]
+    known = (how, when) != ("deleted", "stopped")  # a start does not count a file that is not there
+    assert bench.store.stats().damaged == known
+    assert [str(files[which]) in line for line in warnings_in(caplog)] == [True] * known
     healed = ask_and_flush(bench)
     assert bench.answer(healed) == cold and healed.stats.cached_ssd_tokens == len(PROMPT) - 1
-    assert bench.store.stats().damaged == 1 and len(warnings_in(caplog)) == 1 and bench.store.check() == []
+    assert bench.store.stats().damaged == len(warnings_in(caplog)) == known and bench.store.check() == []
     assert len(list(files[which].parent.glob("*.set-aside-*"))) == (how == "folder")
 
 

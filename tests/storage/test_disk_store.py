@@ -17,8 +17,10 @@ import pytest
 
 from omlx.storage import open_stores
 from omlx.storage.block_table import BlockTable, Entry
+from omlx.storage.clearing import clear
 from omlx.storage.folder import INDEX_NAME, FolderLock, StoreLocked, block_path, folder_name, model_of
 from omlx.storage.open_stores import open_store, release_store
+from omlx.storage.recovery import Recovery
 from omlx.storage.tensor_file import BlockMeta, read_block_file, write_block_file
 from tests.storage.blocks import DAMAGES, block, damage, meta, name, our_bytes, same, write
 from tests.support import wait_until
@@ -255,7 +257,7 @@ def test_a_file_that_was_spoiled_while_the_store_was_closed_is_a_miss(opened, ho
     store = opened()
     assert get(store, 1) is None and same(get(store, 2), block(2))
     assert store.flush(60) and held(store) == {2}
-    assert store.blocks.counts("m").damaged == (0 if how == "deleted" and index == "lost" else 1)
+    assert store.blocks.counts("m").damaged == (how != "deleted")  # a start does not count a file that is not there
     put(store, 1)
     assert store.check() == [] and same(get(store, 1), block(1))
 
@@ -731,3 +733,96 @@ def test_a_store_that_waits_for_the_lock_takes_over(opened, tmp_path):
         store.raise_if_locked()
     finally:
         release_store(store, 60)
+
+
+@pytest.mark.parametrize("content", [b"a note of mine", b"SQLite format 3\0, or so", bytes(range(256)) * 300])
+@pytest.mark.parametrize("place", [INDEX_NAME, ".lock"])
+def test_a_users_file_under_a_name_of_ours_is_renamed_and_never_changed(opened, tmp_path, place, content):
+    root = tmp_path / "root"
+    root.mkdir()
+    (root / place).write_bytes(content)
+    store = opened()
+    assert put(store, 1) == "queued" and store.flush() and store.check() == []
+    release_store(store, 60)
+    (aside,) = root.glob(f"{place}.set-aside-*")
+    assert aside.read_bytes() == content
+    assert held(opened()) == {1}
+    assert len(list(root.glob(f"{place}.set-aside-*"))) == 1
+
+
+def test_a_file_that_was_removed_between_two_runs_is_not_counted(opened):
+    store = opened()
+    for n in range(3):
+        put(store, n)
+    store.flush()
+    path = path_of(store, 1)
+    release_store(store, 60)
+    path.unlink()
+    store = opened()
+    assert held(store) == {0, 2} and store.check() == []
+
+
+@pytest.mark.parametrize("with_lock", [True, False], ids=["with its lock file", "without"])
+def test_an_older_index_that_was_put_back_is_not_believed(opened, tmp_path, with_lock):
+    """Its clean marker speaks of files of another time: some are gone, some are new, one has another size."""
+    store = opened()
+    for n in range(3):
+        put(store, n)
+    store.flush()
+    release_store(store, 60)
+    names = [INDEX_NAME, "index.snapshot", *([".lock"] if with_lock else [])]
+    for file in names:
+        shutil.copy2(store.root / file, tmp_path / file)
+    store = opened()
+    put(store, 3)
+    store.blocks.delete(("m", name(0)))
+    store.flush()
+    assert store.check() == []
+    release_store(store, 60)
+    if not with_lock:
+        (store.root / ".lock").unlink()
+    for file in names:
+        shutil.copy2(tmp_path / file, store.root / file)
+    store = opened()
+    assert wait_until(lambda: held(store) == {1, 2, 3}) and store.check() == []
+
+
+def test_after_a_killed_process_an_older_index_is_not_believed(opened, tmp_path):
+    store = opened()
+    put(store, 0)
+    store.flush()
+    release_store(store, 60)
+    for file in (INDEX_NAME, "index.snapshot"):
+        shutil.copy2(store.root / file, tmp_path / file)
+    run_python(SCRIPT, store.root, 5, 9).communicate(timeout=20)
+    (store.root / ".lock").write_text("123\n")  # as a killed process leaves it
+    for file in (INDEX_NAME, "index.snapshot"):
+        shutil.copy2(tmp_path / file, store.root / file)
+    store = opened()
+    assert wait_until(lambda: held(store) == {0, 5, 6, 7, 8}) and store.check() == []
+
+
+def test_the_lock_note_of_an_older_version_leads_to_a_look_and_keeps_the_index(opened, caplog):
+    store = opened()
+    put(store, 0)
+    store.flush()
+    release_store(store, 60)
+    pid, note = (store.root / ".lock").read_text().splitlines()
+    (store.root / ".lock").write_text(f"{pid}\n{note.rsplit(' ', 1)[0]}\n")
+    shutil.copytree(store.root / "m", store.root / "copied")
+    caplog.clear()
+    store = opened()
+    assert wait_until(lambda: held(store, "copied") == {0}) and held(store) == {0} and store.check() == []
+    assert store.index_damaged == 0 and not [r for r in caplog.records if r.levelno >= logging.WARNING]
+
+
+def test_a_folder_that_was_cleared_offline_is_not_looked_through(opened, monkeypatch):
+    store = opened()
+    for n in range(3):
+        put(store, n, "m" if n else "other")
+    store.flush()
+    release_store(store, 60)
+    assert clear(store.root, lambda folder: folder == "m").blocks == 2
+    monkeypatch.setattr(Recovery, "count_files", lambda *_, **__: pytest.fail("the folder was looked through"))
+    store = opened()
+    assert held(store, "other") == {0} and held(store) == set() and store.check() == []
