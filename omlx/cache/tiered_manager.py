@@ -241,14 +241,15 @@ def clear_cache(
     another process works on the cache root.
     """
     found: dict[tuple[str, bytes], int] = {}
-    for manager in managers:
-        if model_name in (None, manager.model_name):
-            folder = folder_name(manager.model_name)
-            found |= {(folder, block_hash): nbytes for block_hash, nbytes in manager.store.clear(before_ns).items()}
     disk = open_root(config)
     try:
         if disk is not None:
-            disk.raise_if_locked()
+            disk.raise_if_locked()  # before anything is deleted
+        for manager in managers:
+            if model_name in (None, manager.model_name):
+                folder = folder_name(manager.model_name)
+                found |= {(folder, block_hash): nbytes for block_hash, nbytes in manager.store.clear(before_ns).items()}
+        if disk is not None:
             wanted = None if model_name is None else folder_name(model_name)
             found |= (
                 disk.blocks.clear(wanted)

@@ -11,7 +11,7 @@ from omlx.cache.prefix_cache import CacheIdentity
 from omlx.cache.tiered_manager import TieredCacheManager, clear_cache
 from omlx.request import Request, SamplingParams
 from omlx.scheduler import Scheduler, SchedulerConfig
-from omlx.storage.folder import folder_name
+from omlx.storage.folder import FolderLock, StoreLocked, folder_name
 from omlx.storage.hot_tier import HotTier
 from tests.storage.blocks import damage, name
 from tests.tiny import TinyRunner
@@ -304,3 +304,18 @@ def test_clearing_works_when_no_model_is_loaded_and_without_files(opened, tmp_pa
     ram = opened(ssd_dir=None, model_name="m")
     save(ram, 0)
     assert clear_cache(CacheConfig(), [ram], "m").blocks == 1 and tier(ram, 0) is None
+
+
+def test_a_clear_that_does_not_get_the_folder_leaves_ram_alone(tmp_path):
+    config = CacheConfig(hot_cache_max_size=1 << 20, paged_ssd_cache_dir=tmp_path, max_paged_ssd_cache_size=1 << 20)
+    tiers = TieredCacheManager(1 << 20, None, config=config)
+    tiers.store.save_block(b"a", [(mx.zeros((1, 1, 4, 8)), mx.zeros((1, 1, 4, 8)))], 4)
+    lock = FolderLock(tmp_path)
+    try:
+        with pytest.raises(StoreLocked):
+            clear_cache(config, [tiers], None)
+        assert tiers.stats()["blocks_hot"] == 1
+    finally:
+        lock.release()
+    assert clear_cache(config, [tiers], None).blocks == 1
+    tiers.close()
