@@ -316,9 +316,10 @@ def _bad_request(error: ValidationError) -> BadRequest:
     """The first field that is wrong, with all that is wrong with it.
 
     A union has errors for each member: the ones that looked deepest into the value met the right type, and of lists
-    the one that got furthest before it met something wrong.
+    the one that got furthest before it met something wrong. A list that is too long is that whatever its members are.
     """
     errors = error.errors(include_url=False, include_context=False, include_input=False)
+    errors = [item for item in errors if item["type"] == "too_long"] or errors
     places = [_param(item["loc"]) for item in errors]
     firsts: dict[tuple[str, ...], str] = {}  # of each member
     for item, place in zip(errors, places, strict=True):
