@@ -79,8 +79,7 @@ class ControlTokens:
         self._special = _Finder(special)
         self._any = _Finder(every)
         self._backend = _backend(tokenizer)
-        normalized = any(token.normalized and token.content in every for token in added.values())
-        self._normalizer = self._backend.normalizer if normalized and self._backend is not None else None
+        self._normalizer = None if self._backend is None else self._backend.normalizer
         self._twin: _Twin | None = None
 
     def sanitized(
@@ -147,7 +146,7 @@ class _Twin:
         for part in ("normalizer", "pre_tokenizer", "post_processor"):
             if getattr(backend, part) is not None:
                 setattr(twin, part, getattr(backend, part))
-        twin.add_tokens([_renamed(added[number], names) for number in sorted(added)])
+        twin.add_tokens([_renamed(added[number], names, backend.normalizer) for number in sorted(added)])
         self._numbers = {twin.token_to_id(names[token.content]): number for number, token in added.items()}
         # The twin numbers its added tokens itself; in a vocabulary with holes a model's token may have such a number.
         self._twice = {
@@ -155,7 +154,7 @@ class _Twin:
             for name in self._names.values()
             if backend.model.id_to_token(twin.token_to_id(name)) is not None
         }
-        self._forged = {number for number, token in added.items() if token.content in self._names} - {unknown}
+        self._forged = {number for number, token in added.items() if token.content in control.texts} - {unknown}
 
     def encode(self, prompt: RenderedPrompt, *, special: bool) -> list[int]:
         text = "".join(
@@ -176,13 +175,16 @@ class _Twin:
         return ids
 
 
-def _renamed(token: AddedToken, names: Mapping[str, str]) -> AddedToken:
+def _renamed(token: AddedToken, names: Mapping[str, str], normalizer: Any) -> AddedToken:
+    name = names[token.content]
+    # What a normalizer changes, as one that adds a space in front, is not found inside a text: its name would be text.
+    found = normalizer is None or normalizer.normalize_str(name) == name
     return AddedToken(
-        names[token.content],
+        name,
         single_word=token.single_word,
         lstrip=token.lstrip,
         rstrip=token.rstrip,
-        normalized=token.normalized,
+        normalized=token.normalized and found,
         special=token.special,
     )
 
