@@ -48,6 +48,7 @@ T = TypeVar("T")
 
 DEFAULT_QUEUE_BYTES = 256 << 20
 
+_LEARN_NOW = 1024  # heads of files that a search reads itself, a tenth of a millisecond each
 _LEARN_AT_ONCE = 128  # heads of files that are read between two other tasks of the writer thread
 _COMMIT_ROWS = 64  # small transactions keep SQLite's journal small
 _HEADS_S = 0.25  # for heads of files whose tokens are looked for at once
@@ -148,16 +149,37 @@ class DiskStore:
     def children(self, folder: str, parent: bytes, like: bytes | None = None) -> list[BlockMeta]:
         """The blocks that follow a block, with their tokens; may read heads of files.
 
-        Of more than 64 those whose tokens are similar to `like`, or the latest without it; also the latest while
-        the tokens of all of them are being read for the first time, by the writer thread. On a slow disk as many as
-        can be read in a quarter of a second or were before.
+        Of more than 64 those whose tokens are similar to `like`, or the latest without it. The tokens of all of them
+        are read at the first search: of up to 1,024 at once, of more by the writer thread, and the latest are given
+        until it has. On a slow disk as many as can be read in a quarter of a second or were before.
         """
         entries = self.blocks.children(folder, parent, FEW + 1)
         if len(entries) > FEW and like is not None:
             entries, unread = self.blocks.similar_children(folder, parent, like)
-            if unread:
+            if unread and self._learn_now(folder, parent):
+                entries, _ = self.blocks.similar_children(folder, parent, like)
+            elif unread:
                 self._queue.append(("call", partial(self._learn, folder, parent)))
         return self._with_tokens(entries, _HEADS_S)
+
+    def _learn_now(self, folder: str, parent: bytes) -> bool:
+        """Reads the tokens of all children if they are not too many, so that the first search finds what is there.
+
+        False if some are left to do.
+        """
+        names = self.blocks.child_names(folder, parent)
+        until = time.monotonic() + _HEADS_S
+        if len(names) > _LEARN_NOW:
+            return False
+        for name in names:
+            entry = self.blocks.entry((folder, name))
+            tokens = self._read_tokens(entry) if entry is not None else None
+            if time.monotonic() > until or (
+                entry is not None and tokens is not None and not self.blocks.learn_tokens(entry, tokens)
+            ):
+                return False
+        self.blocks.learned_all(folder, parent)
+        return True
 
     def _learn(self, folder: str, parent: bytes, names: list[bytes] | None = None) -> None:
         """Reads the tokens of all children of a block, a few at a time: `names` are left to do."""
