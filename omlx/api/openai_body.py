@@ -30,9 +30,10 @@ MAX_MESSAGES = 20_000
 Whole = BeforeValidator(lenient.whole)
 Count = Annotated[int, Field(ge=1, le=2**31 - 1), Whole]
 # As many tokens as fit if it is None.
-TokenLimit = Annotated[Count | None, BeforeValidator(lenient.token_limit)]
+TokenLimit = Annotated[Count | Literal[-1] | None, BeforeValidator(lenient.token_limit)]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
-StopText = Annotated[str, Field(min_length=1, max_length=1000)]
+# Empty texts are left out before (lenient.stop_texts), so the published schema allows them.
+StopText = Annotated[str, Field(max_length=1000)]
 Stops = Annotated[StopText | Annotated[list[StopText], at_most(MAX_STOPS)] | None, BeforeValidator(lenient.stop_texts)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63), Whole]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
@@ -270,7 +271,7 @@ class CompletionBody(GenerationBody, FormatBody):
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS), Whole] | None = None
     suffix: str | None = None
     echo: bool | None = None
-    max_tokens: Annotated[int | None, Field(ge=0, le=2**31 - 1), BeforeValidator(lenient.token_limit)] = None
+    max_tokens: Annotated[int | None, Field(ge=-1, le=2**31 - 1), BeforeValidator(lenient.token_limit)] = None
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES), Whole] | None = None
 
 

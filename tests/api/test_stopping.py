@@ -93,7 +93,7 @@ def test_a_signal_ends_long_answers_with_an_error(start):
 
 def test_short_answers_are_finished_before_the_server_stops(start):
     process = start()
-    body = CHAT | {"stream": True, "max_tokens": 50}
+    body = CHAT | {"stream": True, "max_tokens": 10}
     with httpx.stream("POST", f"{address_of(process)}/v1/chat/completions", json=body, timeout=60) as response:
         lines = (line for line in response.iter_lines() if line.startswith("data: "))
         next(lines)
