@@ -147,7 +147,12 @@ class StoredPrefixes:
         costs = request.vision.encoder_costs() if request.vision is not None else []
         for _ in range(2):  # the second time without what turned out to be slow
             match = self._cache.match(
-                request.request_id, keys, request.cache_salt, resumes=resumes, images=request.images
+                request.request_id,
+                keys,
+                request.cache_salt,
+                resumes=resumes,
+                images=request.images,
+                tenant=request.key_name,
             )
             if request.lacks_prompt_logprobs:
                 self._cache.shorten(match, 0)

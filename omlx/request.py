@@ -101,12 +101,14 @@ class PromptVision(Protocol):
     """The pictures of one prompt, as the scheduler needs them; but for the fields on the MLX thread only.
 
     `keys` is the prompt as the cache sees it: as long as the request's, with ids made of a picture's digest where
-    the model gets that picture's features. `starts` are in order. A token behind the last picture stands at the
+    the model gets that picture's features. `tenant`: the API key that the features count for. `starts` are in order.
+    A token behind the last picture stands at the
     rope position of its index plus `rope_delta` (0 for models that count positions like tokens). The features of
     `encoded` pictures were computed for this prompt, those of `reused` were there; restored KV needs none.
     """
 
     keys: list[int]
+    tenant: str
     starts: tuple[ImageStart, ...]
     rope_delta: int
     encoded: int
@@ -184,6 +186,10 @@ class Request:
     key_name: str = ""
     http_id: str = field(default_factory=http_request_id.get)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.vision is not None:
+            self.vision.tenant = self.key_name
 
     @property
     def lacks_prompt_logprobs(self) -> bool:

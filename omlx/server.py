@@ -105,7 +105,7 @@ def _add_checks(app: FastAPI, settings: Settings, keys: KeyRing) -> None:
     """Whoever is added last is asked first."""
     origins = settings.cors_origin or ()
     app.add_middleware(PanicCheck)
-    app.add_middleware(BodyBudget)
+    app.add_middleware(BodyBudget, keys=keys)
     app.add_middleware(
         AdminCheck, key=settings.admin_key.get_secret_value() if settings.admin_key else None, keys=keys
     )

@@ -56,7 +56,7 @@ class DictStore(CacheManager):
     def children(self, parent: bytes, like: bytes | None = None) -> list[BlockMeta]:
         return [meta for meta, _ in self.blocks.values() if meta.parent == parent]
 
-    def touch(self, hashes: Sequence[bytes]) -> None:
+    def touch(self, hashes: Sequence[bytes], tenant: str = "") -> None:
         self.used += hashes
 
     def pin(self, block_hash: bytes) -> None:

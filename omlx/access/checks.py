@@ -26,7 +26,12 @@ _BEARER = {"www-authenticate": "Bearer"}
 
 def api_key_of(http: Request) -> ApiKey:
     """The key that a request came with, ANYBODY where none is asked for."""
-    return cast(ApiKey, http.scope.get(_SCOPE_KEY, ANYBODY))
+    return key_in(http.scope)
+
+
+def key_in(scope: Scope) -> ApiKey:
+    """`api_key_of` for a request's scope."""
+    return cast(ApiKey, scope.get(_SCOPE_KEY, ANYBODY))
 
 
 class KeyCheck:

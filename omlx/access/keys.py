@@ -71,6 +71,9 @@ class KeyRing:
         """Whether a key is asked for at all."""
         return bool(self._keys)
 
+    def __len__(self) -> int:
+        return len(self._keys)
+
     def find(self, given: bytes) -> ApiKey | None:
         """The key that was given. Takes equally long whichever it is, and whether it is one or not."""
         self._look()

@@ -118,7 +118,8 @@ class CacheManager(ABC):
         `block_hash` has 1 to 64 bytes (else ValueError). `data` is one tuple of arrays a layer, or a buffer
         that nobody changes from now on. A block that is known already is left as it is, only put back into
         RAM and marked as used; `replace` drops the known one first. `group` (a request) leaves RAM together,
-        oldest group first and its last blocks first; None is a group of its own. A request that exceeds a tier's
+        oldest group first and its last blocks first; None is a group of its own. A `fair_share.Group` names its tenant:
+        the one that has most in RAM makes room. A request that exceeds a tier's
         limit as a whole (`place`) gets half of the tier, for its first blocks: more would evict what others can
         use, and then be evicted itself.
         """
@@ -157,10 +158,10 @@ class CacheManager(ABC):
         """
 
     @abstractmethod
-    def touch(self, hashes: Sequence[bytes]) -> None:
-        """Marks the blocks of a request as used, the last one most recently. Unknown ones are passed over.
+    def touch(self, hashes: Sequence[bytes], tenant: str = "") -> None:
+        """Marks the blocks of a tenant's request as used, the last one most recently. Unknown ones are passed over.
 
-        In RAM they leave with this request from now on, not with the one that saved them.
+        In RAM they leave with this request from now on, not with the one that saved them, and count for its tenant.
         """
 
     @abstractmethod

@@ -423,8 +423,8 @@ class PagedSSDCacheManager(CacheManager):
 
     # ---- use
 
-    def touch(self, hashes: Sequence[bytes]) -> None:
-        self._hot.renew(hashes)
+    def touch(self, hashes: Sequence[bytes], tenant: str = "") -> None:
+        self._hot.renew(hashes, tenant)
         if self._disk is not None:
             self._disk.blocks.touch((self._folder, block_hash) for block_hash in hashes)
 

@@ -34,6 +34,7 @@ from omlx.cache.prefix_search import (
 )
 from omlx.cache.probe import BlockState, FirstMiss, MatchEnd, PrefixProbe
 from omlx.cache.reading import BlockRead, BlockReaders, RestoreTooSlow, Worth
+from omlx.fair_share import Group
 from omlx.metrics import RestoreTime
 from omlx.request import ImageStart
 from omlx.storage.tensor_file import BlockBuffer, with_size
@@ -171,14 +172,16 @@ class BlockAwarePrefixCache:
         *,
         resumes: bool = False,
         images: Sequence[ImageStart] = (),
+        tenant: str = "",
     ) -> PrefixMatch:
         """The longest stored prefix of `prompt` that leaves at least one token to compute.
 
         Its blocks are pinned until `release(request_id)`. `resumes`: the prompt is that of a paused
         request with its answer so far, which continues from its own state, wherever it was cut. `images` begin in
-        the prompt, which has ids made of their digests in their places (see `Request.cache_tokens`).
+        the prompt, which has ids made of their digests in their places (see `Request.cache_tokens`). What the request
+        uses and stores counts for `tenant`.
         """
-        sought = _sought(prompt, salt, images)._replace(resumes=resumes)
+        sought = _sought(prompt, salt, images)._replace(resumes=resumes, tenant=tenant)
         return self._take(request_id, sought, set())
 
     @property
@@ -466,7 +469,7 @@ class BlockAwarePrefixCache:
                 exact_tokens=exact,
                 cuts=cuts,
                 numerics=self._who.numerics,
-                group=run.request_id,
+                group=run.group,
                 replace=stale,
                 place=self._place(run, index),
             )
@@ -511,7 +514,7 @@ class BlockAwarePrefixCache:
         if known is None or worse or (known.start == start and self._lacks_ram(name)):
             saved = self._store.save_block(
                 name, data(), 0, parent=companions_of(block), start=start, numerics=self._who.numerics,
-                group=run.request_id, replace=worse, place=self._place(run, index),
+                group=run.group, replace=worse, place=self._place(run, index),
             )  # fmt: skip
             if not saved:
                 return
@@ -564,7 +567,7 @@ class BlockAwarePrefixCache:
         table = self._paged.hashes(request_id)
         self._store.unpin_all(self._paged.release(request_id))
         if chain is not None:
-            self._store.touch(self._tails_first(chain, table))
+            self._store.touch(self._tails_first(chain, table), chain.sought.tenant)
         try:
             self._slabs.settle()
         except Exception:
@@ -639,3 +642,7 @@ class _Run(NamedTuple):
     tokens: Sequence[int]
     caches: Sequence[Any]
     exact_upto: int
+
+    @property
+    def group(self) -> Group:
+        return Group(self.request_id, self.chain.sought.tenant)

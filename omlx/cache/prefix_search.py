@@ -62,7 +62,8 @@ class Sought(NamedTuple):
     """What is looked for: the first `limit` of some packed tokens, in the world that `salt` names.
 
     `resumes`: they are the text of a paused request with its answer so far, which continues from its own
-    state, wherever it was cut. `images` begin in it, in this order.
+    state, wherever it was cut. `images` begin in it, in this order. `tenant` decides nothing here: what the request
+    stores counts for it.
     """
 
     packed: bytes
@@ -70,6 +71,7 @@ class Sought(NamedTuple):
     salt: str
     resumes: bool = False
     images: tuple[ImageStart, ...] = ()
+    tenant: str = ""
 
     def pictures(self, start: int, stop: int) -> bytes:
         """What a block of the tokens [start, stop) has in its name: the digests of the images that begin there."""

@@ -3,7 +3,7 @@
 import copy
 import threading
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from math import prod
@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from omlx.arrays import DTYPE_NAMES, DTYPES, ArrayPool, as_numpy, own_copy, raw_bytes, unpack
+from omlx.fair_share import in_turn
 from omlx.storage.disk_store import DEFAULT_QUEUE_BYTES
 from omlx.storage.feature_file import FeatureKey
 from omlx.storage.feature_folder import FeatureFolder, PutResult
@@ -104,6 +105,7 @@ class _Held:
     and MLX copies before it changes one of several. `wants_file`: not too large for the disk."""
 
     array: mx.array
+    tenant: str = ""
     wants_file: bool = True
     used: float = field(default_factory=time.monotonic)
 
@@ -150,6 +152,7 @@ class VisionFeatureSSDCache:
         self._memory_lock = threading.Lock()
         self._memory: OrderedDict[FeatureKey, _Held] = OrderedDict()
         self._memory_bytes = 0
+        self._bytes_of: Counter[str] = Counter()  # by tenant
         self._arrays = _Arrays()
         self._closed = False
         self._files: FeatureFolder | None = None
@@ -159,14 +162,17 @@ class VisionFeatureSSDCache:
             self._files.add_user(self)
             self.stats.files = self._files.counts
 
-    def put(self, image_hash: str, model_name: str, features: mx.array | npt.NDArray[Any]) -> None:
+    def put(
+        self, image_hash: str, model_name: str, features: mx.array | npt.NDArray[Any], tenant: str = ""
+    ) -> None:
         """Keeps a copy of the features, of any dtype that MLX has and any shape, in place of older ones.
 
         They are readable when this returns, also by other caches on the folder; the file is written soon. Evaluates
-        `features`. Raises TypeError for a dtype that MLX does not have, and for names that are no strings.
+        `features`. Raises TypeError for a dtype that MLX does not have, and for names that are no strings. In RAM they
+        count for `tenant`, as long as no other one gets them: the tenant that has most makes room.
         """
         key = _key(image_hash, model_name)
-        held = _Held(self._arrays.copy(features))
+        held = _Held(self._arrays.copy(features), tenant)
         with self._memory_lock:
             if self._closed:
                 return
@@ -176,7 +182,7 @@ class VisionFeatureSSDCache:
         if self._files is not None:
             self._files.announce(key, self)
 
-    def get(self, image_hash: str, model_name: str) -> mx.array | None:
+    def get(self, image_hash: str, model_name: str, tenant: str = "") -> mx.array | None:
         """The features as they were put, to the last bit, evaluated; None if they are not known. May read a file.
 
         The array is the caller's: changing it changes nothing in here.
@@ -187,19 +193,22 @@ class VisionFeatureSSDCache:
             held = self._memory.get(key)
             if held is not None:
                 self._memory.move_to_end(key)
+                self._bytes_of[held.tenant] -= held.array.nbytes
+                self._bytes_of[tenant] += held.array.nbytes
+                held.tenant = tenant
                 held.used = time.monotonic()
                 if held.wants_file and self._files is not None and not self._files.touch(key):
                     self._put_file(key, held)  # its write had failed, or its file is lost
                 self.stats.hits += 1
                 return copy.copy(held.array)
-        array = self._load(key)
+        array = self._load(key, tenant)
         if array is None:
             with self._memory_lock:
                 self.stats.misses += 1
             return None
         return copy.copy(array)
 
-    def _load(self, key: FeatureKey) -> mx.array | None:
+    def _load(self, key: FeatureKey, tenant: str) -> mx.array | None:
         """From a file, or from what waits to become one; and back into RAM."""
         if self._files is None:
             return None
@@ -214,7 +223,7 @@ class VisionFeatureSSDCache:
             self.stats.hits += 1
             self.stats.disk_loads += found.waiting is None
             if key not in self._memory and self._files.in_force(found.entry):
-                self._remember(key, _Held(array))
+                self._remember(key, _Held(array, tenant))
         return array
 
     def forget(self, key: FeatureKey) -> None:
@@ -228,8 +237,18 @@ class VisionFeatureSSDCache:
             return
         self._memory[key] = held
         self._memory_bytes += held.array.nbytes
-        while len(self._memory) > self._max_entries or self._memory_bytes > self._max_bytes:
-            self._evict(next(iter(self._memory)))
+        self._bytes_of[held.tenant] += held.array.nbytes
+        for leaving in self._leaving():
+            if len(self._memory) <= self._max_entries and self._memory_bytes <= self._max_bytes:
+                break
+            self._evict(leaving)
+
+    def _leaving(self) -> Iterator[FeatureKey]:
+        """What is in RAM, in the order in which it leaves; entries may be dropped meanwhile."""
+        queues: dict[str, list[FeatureKey]] = {}
+        for key, held in self._memory.items():
+            queues.setdefault(held.tenant, []).append(key)
+        return in_turn({tenant: iter(keys) for tenant, keys in queues.items()}, self._bytes_of)
 
     def _evict(self, key: FeatureKey) -> None:
         held = self._memory[key]
@@ -242,6 +261,9 @@ class VisionFeatureSSDCache:
         held = self._memory.pop(key, None)
         if held is not None:
             self._memory_bytes -= held.array.nbytes
+            self._bytes_of[held.tenant] -= held.array.nbytes
+            if not self._bytes_of[held.tenant]:
+                del self._bytes_of[held.tenant]
 
     def expire(self) -> None:
         """Drops from RAM what was not used for too long."""
@@ -267,9 +289,10 @@ class VisionFeatureSSDCache:
         """
         freed = 0
         with self._memory_lock:
-            for key, held in list(self._memory.items()):
+            for key in self._leaving():
                 if freed >= nbytes:
                     break
+                held = self._memory[key]
                 if self._want_file(key, held):
                     self._evict(key)
                     freed += held.array.nbytes
@@ -356,6 +379,7 @@ class VisionFeatureSSDCache:
             self._closed = True
             self._memory.clear()
             self._memory_bytes = 0
+            self._bytes_of.clear()
         self._arrays.clear()
         return (self._files is None or release_features(self._files, timeout_s)) and flushed
 

@@ -103,7 +103,7 @@ class VLMEngine(Engine):
         key = user.feature_key(image.digest)
         encoding = self._encodings.get(key)
         if encoding is None:
-            stored = self._stored(key, image) if user.use_cache else None
+            stored = self._stored(key, image, user.tenant) if user.use_cache else None
             if stored is not None:
                 user.reused += 1
                 return stored
@@ -126,11 +126,11 @@ class VLMEngine(Engine):
             return 0.0
         return self.vision_stats.vision_encoder_s / self._encoded_positions * len(image.positions)
 
-    def _stored(self, key: str, image: PlacedImage) -> mx.array | None:
+    def _stored(self, key: str, image: PlacedImage, tenant: str) -> mx.array | None:
         """What the cache has, unless it is not what this model's encoder gives."""
         if self._vision_feature_cache is None:
             return None
-        found = self._vision_feature_cache.get(key, self._feature_name)
+        found = self._vision_feature_cache.get(key, self._feature_name, tenant)
         shape = (len(image.positions), self._family.width)
         if found is not None and (found.shape != shape or found.dtype != self._family.dtype):
             log.warning("stored features of an image have shape %s instead of %s: computed anew", found.shape, shape)
@@ -170,8 +170,9 @@ class VLMEngine(Engine):
         encoding.features = features
         self.vision_stats.vision_encoder_calls += 1
         self._encoded_positions += len(features)
-        if self._vision_feature_cache is not None and any(user.use_cache for user in encoding.users):
-            self._vision_feature_cache.put(encoding.key, self._feature_name, features)
+        tenants = [user.tenant for user in encoding.users if user.use_cache]
+        if self._vision_feature_cache is not None and tenants:
+            self._vision_feature_cache.put(encoding.key, self._feature_name, features, tenants[0])
         mx.clear_cache()  # what the encoder worked with
 
     def let_go(self, user: PromptImages, but: Collection[bytes] = ()) -> None:

@@ -45,7 +45,8 @@ class PromptImages:
     """The pictures of a prompt of `tokens`, in order; `mrope`: the model counts rope positions along them.
 
     `encoded` of its pictures were computed for this prompt, `reused` were there; those in restored KV are neither.
-    Without `use_cache` stored features are not used, and none are stored.
+    Without `use_cache` stored features are not used, and none are stored; `tenant` is the API key that those in RAM
+    count for.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class PromptImages:
         use_cache: bool = True,
     ) -> None:
         self.use_cache = use_cache
+        self.tenant = ""
         self._images = tuple(images)
         self._source = source
         self._salt = salt.encode()

@@ -3,9 +3,10 @@
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from omlx.fair_share import Group, in_turn
 from omlx.storage.bookkeeping import SHARE_OF_TOO_LARGE, ChildMap, Gone, GoneBlocks, Key, Pins
 from omlx.storage.siblings import FEW, Siblings
 from omlx.storage.tensor_file import BlockBuffer, BlockMeta, WholeBlock
@@ -19,6 +20,7 @@ class _Held:
     block: BlockBuffer
     meta: BlockMeta
     group: Hashable
+    tenant: str
     keep_parent: bool
     save: Save | None
     used: int  # nanoseconds since the epoch
@@ -30,7 +32,8 @@ _MayLeave = Callable[[_Held], bool]
 class HotTier:
     """Blocks under a budget of `max_bytes` of payload; thread-safe, may be shared by several stores.
 
-    Room is made from the oldest group (a request) on, within a group from its last block back: a
+    Room is made from the tenant that has most (`fair_share`), from its oldest group (a request) on, within a group
+    from its last block back: a
     shared head outlives the tails that build on it. A block that a later request used is in that one's
     group, and a group counts as new while all of it is pinned. Never evicted: pinned blocks, and parents of
     blocks that were put with `keep_parent`. Blocks without a file (`BlockBuffer.unsaved`) are handed to `save`
@@ -42,7 +45,8 @@ class HotTier:
         self.bytes = 0
         self._lock = threading.Lock()
         self._held: dict[Key, _Held] = {}
-        self._groups: OrderedDict[Hashable, dict[Key, None]] = OrderedDict()
+        self._groups: dict[str, OrderedDict[Hashable, dict[Key, None]]] = {}  # by tenant
+        self._bytes_of: Counter[str] = Counter()  # by tenant
         self._children = ChildMap()
         self._siblings: dict[Key, Siblings] = {}  # of the parents that have many children
         self._needed: Counter[Key] = Counter()  # children put with `keep_parent`, by parent
@@ -77,14 +81,16 @@ class HotTier:
             old = self._held.get(key)
             need = self.bytes + block.nbytes - self.max_bytes - (old.block.nbytes if old else 0)
             keep = {key, (key[0], meta.parent)} if keep_parent else {key}
-            victims = self._victims(need, keep, (_saving(),) if spare_unsaved else (_saving(), _any))
+            tenant = _tenant_of(group)
+            tests = (_saving(),) if spare_unsaved else (_saving(), _any)
+            victims = self._victims(need, keep, tests, adder=(tenant, block.nbytes))
             if victims is None:
                 return False
             self._evict(victims)
             if old is not None:
                 self._drop(key)
-            self._held[key] = held = _Held(block, meta, group, keep_parent, save, time.time_ns())
-            self._groups.setdefault(group, {})[key] = None
+            self._held[key] = held = _Held(block, meta, group, tenant, keep_parent, save, time.time_ns())
+            self._join_group(key, held)
             self._add_child(key, held)
             self._count(key, held, 1)
             self._last_used[key[0]] = held.used
@@ -162,15 +168,17 @@ class HotTier:
         with self._lock:
             self._mark_used(key for key in keys if key in self._held)
 
-    def renew(self, keys: Sequence[Key]) -> None:
-        """Makes blocks that a request used its own, the last one its first: the newest group, in the usual order."""
+    def renew(self, keys: Sequence[Key], tenant: str = "") -> None:
+        """Makes blocks that a tenant's request used its own, the last one its first: the newest group, in the usual
+        order.
+        """
         group = object()
         with self._lock:
             held = [key for key in reversed(keys) if key in self._held]
             for key in held:
                 self._leave_group(key, self._held[key])
-                self._held[key].group = group
-                self._groups.setdefault(group, {})[key] = None
+                self._held[key].group, self._held[key].tenant = group, tenant
+                self._join_group(key, self._held[key])
             self._mark_used(held)
 
     def _mark_used(self, keys: Iterable[Key]) -> None:
@@ -281,8 +289,11 @@ class HotTier:
             total = sum(held.block.nbytes for held in self._held.values())
             if total != self.bytes or total > self.max_bytes:
                 found.append(f"RAM holds {total} bytes, counts {self.bytes}, may hold {self.max_bytes}")
-            if {key for group in self._groups.values() for key in group} != self._held.keys():
+            groups = (group for groups in self._groups.values() for group in groups.values())
+            if {key for group in groups for key in group} != self._held.keys():
                 found.append("the groups in RAM list other blocks than there are")
+            if self._bytes_of.total() != total:
+                found.append(f"the tenants in RAM have {self._bytes_of.total()} bytes, not {total}")
             needed = Counter((key[0], held.meta.parent) for key, held in self._held.items() if held.keep_parent)
             if needed != self._needed:
                 found.append("RAM counts other blocks that need their parent than there are")
@@ -298,41 +309,57 @@ class HotTier:
         *,
         all_or_nothing: bool = True,
         name: str | None = None,
+        adder: tuple[str, int] | None = None,
     ) -> list[Key] | None:
         """The blocks to evict for `need` bytes, in order: those that pass the first test before the others.
 
-        None if there are not enough (and it must be all).
+        None if there are not enough (and it must be all). `adder`: the tenant that needs them, and how many bytes it
+        adds.
         """
+        bytes_of = self._bytes_of.copy()
+        if adder is not None:
+            bytes_of[adder[0]] += adder[1]
         chosen: dict[Key, None] = {}
         released: Counter[Key] = Counter()  # by parent, the chosen children that needed it
-        in_use: dict[Hashable, None] = {}
+        in_use: dict[Group, None] = {}
         for may_leave in tests:
-            for key in self._in_order(name) if need > 0 else ():
+            for key in self._in_order(name, bytes_of, adder[0] if adder else None) if need > 0 else ():
                 held = self._held[key]
                 if key in self._pins:
-                    in_use[held.group] = None
+                    in_use[Group(held.group, held.tenant)] = None
                     continue
                 if key in chosen or key in keep or self._needed[key] > released[key] or not may_leave(held):
                     continue
                 chosen[key] = None
                 released[key[0], held.meta.parent] += held.keep_parent
+                bytes_of[held.tenant] -= held.block.nbytes
                 need -= held.block.nbytes
                 if need <= 0:
                     break
         self._pass_over(in_use)
         return list(chosen) if need <= 0 or not all_or_nothing else None
 
-    def _pass_over(self, groups: Iterable[Hashable]) -> None:
+    def _pass_over(self, groups: Iterable[Group]) -> None:
         """Makes those the newest that are pinned as a whole: who looks for the oldest need not go through them again.
 
         They are of running requests, which make them the newest when they end.
         """
-        for group in groups:
-            if all(key in self._pins for key in self._groups[group]):
-                self._groups.move_to_end(group)
+        for group, tenant in groups:
+            if all(key in self._pins for key in self._groups[tenant][group]):
+                self._groups[tenant].move_to_end(group)
 
-    def _in_order(self, name: str | None) -> Iterator[Key]:
-        for group in self._groups.values():
+    def _in_order(
+        self, name: str | None, bytes_of: Mapping[str, int] | None = None, adder: str | None = None
+    ) -> Iterator[Key]:
+        """The blocks of one store, or of all, in the order in which they leave; `bytes_of` changes meanwhile.
+
+        Ends where the tenant that adds would take from one that has less.
+        """
+        queues = {tenant: self._of_tenant(tenant, name) for tenant in self._groups}
+        return in_turn(queues, bytes_of or self._bytes_of, adder)
+
+    def _of_tenant(self, tenant: str, name: str | None) -> Iterator[Key]:
+        for group in self._groups[tenant].values():
             yield from (key for key in reversed(group) if name is None or key[0] == name)
 
     def _evict(self, victims: list[Key]) -> None:
@@ -348,17 +375,28 @@ class HotTier:
         self._count(key, held, -1)
         return True
 
+    def _join_group(self, key: Key, held: _Held) -> None:
+        self._groups.setdefault(held.tenant, OrderedDict()).setdefault(held.group, {})[key] = None
+        self._bytes_of[held.tenant] += held.block.nbytes
+
     def _leave_group(self, key: Key, held: _Held) -> None:
-        group = self._groups[held.group]
-        del group[key]
-        if not group:
-            del self._groups[held.group]
+        self._bytes_of[held.tenant] -= held.block.nbytes
+        groups = self._groups[held.tenant]
+        del groups[held.group][key]
+        if not groups[held.group]:
+            del groups[held.group]
+        if not groups:
+            del self._groups[held.tenant], self._bytes_of[held.tenant]
 
     def _count(self, key: Key, held: _Held, sign: int) -> None:
         self.bytes += sign * held.block.nbytes
         self._blocks[key[0]] += sign
         self._bytes[key[0]] += sign * held.block.nbytes
         self._tokens[key[0]] += sign * held.meta.token_count
+
+
+def _tenant_of(group: Hashable) -> str:
+    return group.tenant if isinstance(group, Group) else ""
 
 
 def _any(held: _Held) -> bool:
@@ -434,9 +472,9 @@ class HotCache:
     def mark_used(self, block_hash: bytes) -> None:
         self.tier.mark_used([(self.name, block_hash)])
 
-    def renew(self, hashes: Sequence[bytes]) -> None:
-        """A request used these blocks, the last one most recently: they leave with it."""
-        self.tier.renew([(self.name, block_hash) for block_hash in hashes])
+    def renew(self, hashes: Sequence[bytes], tenant: str = "") -> None:
+        """A tenant's request used these blocks, the last one most recently: they leave with it."""
+        self.tier.renew([(self.name, block_hash) for block_hash in hashes], tenant)
 
     def clear(self, *, spare_pinned: bool = False, before_ns: int | None = None) -> list[BlockMeta]:
         """Drops the blocks last used before then (nanoseconds since the epoch), or all; returns them."""

@@ -128,8 +128,8 @@ class FaultyStore(CacheManager):
     def children(self, parent: bytes, like: bytes | None = None) -> list[BlockMeta]:
         return self.store.children(parent, like)
 
-    def touch(self, hashes: Sequence[bytes]) -> None:
-        self.store.touch(hashes)
+    def touch(self, hashes: Sequence[bytes], tenant: str = "") -> None:
+        self.store.touch(hashes, tenant)
 
     def pin(self, block_hash: bytes) -> None:
         self.store.pin(block_hash)

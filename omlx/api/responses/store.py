@@ -2,8 +2,8 @@
 
 import json
 import logging
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from threading import Lock
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 from omlx.api.holding import hold
 from omlx.api.openai import compact_json
 from omlx.errors import BadRequest, NotFound
+from omlx.fair_share import next_to_lose
 from omlx.sizes import format_size
 
 logger = logging.getLogger("omlx.responses")
@@ -40,8 +41,8 @@ class _Kept:
 class ResponseStore:
     """Of one server, until it ends; for any thread. `owner` is whoever came with the same API key.
 
-    What was not used for longest goes first. A response is used when it is read and when a conversation goes on behind
-    it, then with all turns before it.
+    To make room, the key that has most loses what it has not used for longest (`fair_share`). A response is used when
+    it is read and when a conversation continues it, then with all turns before it.
     """
 
     def __init__(self, max_responses: int = MAX_RESPONSES, max_bytes: int = MAX_BYTES) -> None:
@@ -49,7 +50,9 @@ class ResponseStore:
         self._lock = Lock()
         self._max_responses = max_responses
         self._max_bytes = max_bytes
-        self._kept: OrderedDict[str, _Kept] = OrderedDict()
+        self._kept: dict[str, _Kept] = {}
+        self._of_owner: dict[bytes, OrderedDict[str, None]] = {}  # least recently used first
+        self._bytes_of: Counter[bytes] = Counter()
         self._of_item: dict[tuple[bytes, str], str] = {}
 
     def __len__(self) -> int:
@@ -64,11 +67,20 @@ class ResponseStore:
         items = tuple(item["id"] for item in (*given, *response["output"]) if "id" in item)
         name = response["id"]
         with self._lock:
+            self._of_owner.setdefault(owner, OrderedDict())[name] = None
+            self._bytes_of[owner] += len(data)
             self._kept[name] = _Kept(owner, data, response["previous_response_id"], items)
             self._of_item |= {(owner, item): name for item in items}
             self.bytes += len(data)
-            while len(self._kept) > self._max_responses or self.bytes > self._max_bytes:
-                self._drop(next(iter(self._kept)))
+            while self.bytes > self._max_bytes:
+                self._drop_one(self._bytes_of)
+            while len(self._kept) > self._max_responses:
+                self._drop_one({owner: len(names) for owner, names in self._of_owner.items()})
+
+    def _drop_one(self, amounts: Mapping[bytes, int]) -> None:
+        loser = next_to_lose(amounts, self._of_owner)
+        assert loser is not None
+        self._drop(next(iter(self._of_owner[loser])))
 
     def response(self, owner: bytes, name: str) -> dict[str, Any]:
         """Raises NotFound."""
@@ -142,12 +154,16 @@ class ResponseStore:
         kept = self._kept.get(name)
         if kept is None or kept.owner != owner:
             raise NotFound(f"Response with id {name!r} not found.", param="response_id", code=None)
-        self._kept.move_to_end(name)
+        self._of_owner[owner].move_to_end(name)
         return kept
 
     def _drop(self, name: str) -> None:
         kept = self._kept.pop(name)
         self.bytes -= len(kept.data)
+        self._bytes_of[kept.owner] -= len(kept.data)
+        del self._of_owner[kept.owner][name]
+        if not self._of_owner[kept.owner]:
+            del self._of_owner[kept.owner], self._bytes_of[kept.owner]
         for item in kept.items:
             if self._of_item.get((kept.owner, item)) == name:
                 del self._of_item[kept.owner, item]
