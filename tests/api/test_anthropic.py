@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import json
+import re
 import sys
 from typing import Any
 
@@ -526,7 +527,7 @@ async def test_too_many_requests_of_one_key(tmp_path):
 def test_a_prompt_that_is_too_long_is_told_in_the_words_that_agents_look_for(app, engine, path):
     body = {"model": "tiny", "max_tokens": 5, "messages": [{"role": "user", "content": "x" * 200_000}]}
     message = message_of(call(app, "POST", path, json=body), 400, "invalid_request_error")
-    assert message.startswith("prompt is too long: messages: 200018 characters are more than 2000 tokens")
+    assert re.match(r"prompt is too long: messages: 2000\d\d characters are more than 2000 tokens", message)
     if path == "/v1/messages":
         body["messages"] = [{"role": "user", "content": "x" * 2500}]
         tokens = len("<user>") + 2500 + len("\n<assistant>")

@@ -114,7 +114,7 @@ def test_pings_are_passed_over(client: Anthropic, agent: FakeEngine, monkeypatch
 def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     home = tmp_path_factory.mktemp("home")
     make_tiny_model(home / "models" / "tiny")
-    settings = Settings(home=home, block_size=16, api_key="s3cret")
+    settings = Settings(home=home, block_size=16, api_key="s3cret", admin_key="0perator")
     with served(create_app(EnginePool(settings.scheduler_config(), settings.home), settings)) as url:
         yield url
 
@@ -154,7 +154,8 @@ def test_the_cache_can_be_asked_about_a_message(real: Anthropic, address: str) -
     def probe(*system: dict[str, str], text: str = "Why? " * 20, **fields: Any) -> Any:
         body = {"dialect": "anthropic", "model": "tiny", "system": system, "cache_salt": "a"} | fields
         asked = body | {"messages": [{"role": "user", "content": text}]}
-        return httpx.post(f"{address}/admin/cache_probe", json=asked).raise_for_status().json()
+        key = {"x-api-key": "0perator"}
+        return httpx.post(f"{address}/admin/cache_probe", json=asked, headers=key).raise_for_status().json()
 
     same = probe({"type": "text", "text": "x-anthropic-billing-header: cch=2;"}, words[1])
     assert same["tokens"] == usage.input_tokens
