@@ -1,6 +1,6 @@
 """File descriptors: how many this process may have, and how many of them connections may use.
 
-Each connection needs one, and so does each file of the cache. Whoever opens connections and sends nothing could
+Each connection needs one, and so does each file of the cache. A client that opens connections and sends nothing could
 otherwise use them all: then nobody gets in, and asyncio logs every attempt.
 """
 

@@ -193,7 +193,7 @@ def call_syntax(tokenizer: Any) -> CallSyntax:
 
 
 def _syntaxes(tokenizer: Any, known: CallFormat | None) -> tuple[CallSyntax, ...]:
-    """A model that is told of the generic way may still use its own."""
+    """A model that gets the generic format explained may still use its own."""
     own = known.calls if known else ()
     if has_tool_template(tokenizer):
         return own

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from omlx.api.call_syntax import BraceCalls, CallSyntax, HeadedCalls, JsonCalls, PythonCalls, TaggedCalls
 
-# For models whose template knows no tools: they are told of this one.
+# For models whose template knows no tools: this one is explained to them.
 GENERIC_CALLS = JsonCalls("<tool_call>", ("</tool_call>",), plain=True)
 
 _NAME = r"(?P<name>[\w.:/-]+)"

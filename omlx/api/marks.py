@@ -1,4 +1,4 @@
-"""Marks that are tokens of their own, told apart from the same text spelled by other tokens."""
+"""Marks that are tokens of their own, as opposed to the same text spelled by other tokens."""
 
 import re
 from collections.abc import Iterable

@@ -282,7 +282,7 @@ class ChatDialect(OpenAIDialect):
     chunk_name = "chat.completion.chunk"
 
     def __init__(self, fields: GenerationBody, logprobs: bool, custom: frozenset[str] = frozenset()) -> None:
-        """`custom`: names of the custom tools, whose calls are told with an input instead of arguments."""
+        """`custom`: names of the custom tools, whose calls have an input instead of arguments."""
         super().__init__(fields, logprobs)
         self._begun: set[int] = set()
         self._custom = custom
