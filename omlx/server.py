@@ -354,15 +354,13 @@ def _make_pool(settings: Settings) -> admin.AdminPool:
     with unchanged_limits():
         from omlx.engine.pool import EnginePool as ModelPool  # noqa: PLC0415
 
-    config, length = settings.scheduler_config(), settings.max_model_len
     return ModelPool(
-        config,
+        settings.scheduler_config(),
         settings.home,
         settings.model,
         settings.adapter_path,
-        length,
-        sampling_defaults=settings.generation_config == "auto",
-        aliases=settings.served_model_name or (),
+        options=settings.model_options(),
+        model_options=settings.models,
         default_model=settings.default_model,
     )
 

@@ -27,6 +27,7 @@ from pydantic import (
 )
 
 from omlx.errors import SettingError
+from omlx.model.options import GenerationConfigUse, ModelOptions, model_options
 from omlx.sizes import (
     GB,
     format_duration,
@@ -45,7 +46,6 @@ Exact = Literal["auto", "on", "strict", "off"]
 WritePolicy = Literal["through", "back"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 KeyCacheSalt = Literal["none", "auto"]
-GenerationConfigUse = Literal["auto", "none"]
 
 MASK = "********"
 _SECRETS = ("api_key", "admin_key")
@@ -125,6 +125,7 @@ class Settings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, hide_input_in_errors=True)
 
     home: Path = Field(default_factory=default_home)  # from OMLX_HOME only: the file lies inside it
+    models: dict[str, ModelOptions] = Field(default_factory=dict)  # from the file only
 
     model: str | None = _option(
         None, "NAME", "Model to serve: a name or a folder. Without it every model under the home folder, on first use."
@@ -273,11 +274,11 @@ class Settings(BaseModel):
         """
         env = os.environ if environ is None else environ
         home = home_folder(env)
-        in_file, warnings = _from_file(home / "settings.json")
+        in_file, models, warnings = _from_file(home / "settings.json")
         given = in_file | _from_environment(env) | _from_flags(flags or {})
         values: dict[str, Any] = {name: value.text for name, value in given.items()}
         try:
-            settings = cls(home=home, **values)
+            settings = cls(home=home, models=models, **values)
         except ValidationError as error:
             raise SettingError(_one_line(error, given)) from None
         settings._given, settings._warnings = given, warnings
@@ -398,6 +399,14 @@ class Settings(BaseModel):
         """One line for each thing that was ignored while loading."""
         return self._warnings
 
+    def model_options(self) -> ModelOptions:
+        """What flags and the like say of all models, or of the only one."""
+        return ModelOptions(
+            aliases=self.served_model_name or (),
+            max_model_len=self.max_model_len,
+            generation_config=self.generation_config,
+        )
+
     def scheduler_config(self) -> "SchedulerConfig":
         """What the scheduler and its cache stack are built from; `exact` auto is decided here."""
         # Imported here because it loads MLX, which `omlx settings` and a refused flag need not.
@@ -426,8 +435,12 @@ class Settings(BaseModel):
         return {name: self._source(name) for name in option_fields()}
 
     def rows(self) -> list[Row]:
-        """Every option with its value and source, in the order of declaration."""
-        return [Row(option_name(name), self._shown(name), self._source(name)) for name in option_fields()]
+        """Every option with its value and source, in the order of declaration, then the options of single models."""
+        rows = [Row(option_name(name), self._shown(name), self._source(name)) for name in option_fields()]
+        return rows + [
+            Row(f"models: {name}", options.model_dump_json(exclude_defaults=True), "settings.json")
+            for name, options in self.models.items()
+        ]
 
     def describe(self) -> list[str]:
         """A line for each budget in force and where it came from, for the start of the server."""
@@ -503,7 +516,7 @@ _USUAL_PORTS = (("http", ":80"), ("https", ":443"))
 
 def option_fields() -> list[str]:
     """The fields that are options, in the order of declaration."""
-    return [name for name in Settings.model_fields if name != "home"]
+    return [name for name in Settings.model_fields if name not in ("home", "models")]
 
 
 def option_name(field: str) -> str:
@@ -590,14 +603,17 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Given]:
     }
 
 
-def _from_file(path: Path) -> tuple[dict[str, Given], tuple[str, ...]]:
-    """The values of the settings file by field, and a warning for each key that is no option."""
+def _from_file(path: Path) -> tuple[dict[str, Given], dict[str, ModelOptions], tuple[str, ...]]:
+    """The values of the settings file by field, the options of models, and a warning for each key that is neither."""
     fields = {option_name(field): field for field in option_fields()}
     given: dict[str, Given] = {}
+    models: dict[str, ModelOptions] = {}
     warnings: list[str] = []
     for key, value in _read_file(path).items():
-        if key not in fields:
-            close = difflib.get_close_matches(key.lower().replace("-", "_"), fields, n=1)
+        if key == "models":
+            models = model_options(value, f'{path}: "models"')
+        elif key not in fields:
+            close = difflib.get_close_matches(key.lower().replace("-", "_"), [*fields, "models"], n=1)
             hint = f' (did you mean "{close[0]}"?)' if close else ""
             warnings.append(f"{path}: {quoted(key)} is not a setting{hint}; ignored")
         elif fields[key] in REPEATED and isinstance(value, list) and all(isinstance(item, str) for item in value):
@@ -608,14 +624,17 @@ def _from_file(path: Path) -> tuple[dict[str, Given], tuple[str, ...]]:
             raise SettingError(f"{path}: {quoted(key)} {json.dumps(value)[:80]} must be a text or a number")
         elif value is not None:
             given[fields[key]] = Given(value, f'{path}: "{key}"', "settings.json")
-    return given, tuple(warnings)
+    return given, models, tuple(warnings)
 
 
 def _read_file(path: Path) -> dict[str, Any]:
-    """The object in the settings file, {} if there is no file; numbers stay the text they are."""
+    """The object in the settings file, {} if there is no file. Numbers stay the text they are, but for "models"."""
     try:
+        text = path.read_text("utf-8-sig")
         # As text, 1e3 in the file gets the same verdict as 1e3 in a flag.
-        data = json.loads(path.read_text("utf-8-sig"), parse_int=str, parse_float=str, parse_constant=str)
+        data = json.loads(text, parse_int=str, parse_float=str, parse_constant=str)
+        if isinstance(data, dict) and "models" in data:
+            data["models"] = json.loads(text)["models"]
     except FileNotFoundError:
         return {}
     except (OSError, UnicodeDecodeError) as error:

@@ -77,6 +77,9 @@ class Engine(TextEngine, Protocol):
     def sampling_defaults(self) -> Mapping[str, Any]: ...
 
     @property
+    def template_defaults(self) -> Mapping[str, Any]: ...
+
+    @property
     def vision(self) -> "VisionPrompts | None": ...
 
     async def compile(self, spec: GrammarSpec) -> GrammarMatcher: ...
@@ -432,7 +435,7 @@ def render(engine: Engine, prompt: ChatPrompt, *, ready: bool = True) -> Rendere
 def _sanitized(engine: Engine, prompt: ChatPrompt) -> tuple[ChatPrompt, Literals]:
     """The prompt with placeholders for special tokens in what the client wrote, and what they stand for."""
     control = control_tokens(engine.tokenizer, _marks(engine))
-    safe = control.sanitized(prompt.messages, prompt.template_args, prompt.tools)
+    safe = control.sanitized(prompt.messages, {**engine.template_defaults, **prompt.template_args}, prompt.tools)
     return replace(prompt, messages=safe.messages, template_args=safe.args, tools=safe.tools), safe.literals
 
 

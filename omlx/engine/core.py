@@ -147,7 +147,7 @@ class Engine:
     `context_length` is what is enforced: the model's, or less if the KV of running requests may not take as much;
     `context_note` then says so. `context_source` says where it comes from. No token stands for more than
     `longest_token` characters. `vision` makes prompts with pictures (omlx.engine.vlm); None for a model without.
-    At most `most_requests` run or wait at a time. `sampling_defaults`: see LoadedModel.
+    At most `most_requests` run or wait at a time. `sampling_defaults`, `template_defaults`: see LoadedModel.
     """
 
     vision: Any = None
@@ -164,6 +164,7 @@ class Engine:
             self.context_source = f"--max-kv-cache-memory {limit} instead of {said}"
         self.vocab_size = loaded.vocab_size
         self.sampling_defaults = loaded.sampling_defaults
+        self.template_defaults = loaded.template_defaults
         # In vocabularies of bytes a character stands for a byte, so no token gives more characters.
         self.longest_token = max(map(len, loaded.tokenizer.get_vocab()), default=1)
         self.most_requests = scheduler.config.max_concurrent_requests + scheduler.config.max_waiting_requests

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -29,8 +29,10 @@ from omlx.engine.vlm import VLMEngine
 from omlx.errors import BadRequest, ModelError, NotFound, Overloaded
 from omlx.memory_monitor import MemoryMonitor
 from omlx.model.folder import ModelInfo, find_model, folder_name, hashes_folder, scan_models
+from omlx.model.generation_config import GENERATION_CONFIG
 from omlx.model.loader import LoadedModel
 from omlx.model.model_kind import WRITERS, ModelKind, ModelUse, model_use
+from omlx.model.options import ModelOptions
 from omlx.model.progress import folder_bytes
 from omlx.model.runner import TextRunner, numerics
 from omlx.model.vlm_loader import VisionModel, load_any
@@ -86,10 +88,9 @@ class EnginePool:
     """Engines by model name, loaded on first use, all on one MLX thread and over one RAM tier.
 
     `model` (a name or a folder) serves that one alone, with `adapter` (a folder) if given, and loads it at
-    start; None serves every model under `home`. `max_model_len` (tokens) goes before the context length that the
-    files of a model that writes text say. `sampling_defaults`: whether generation_config.json says how to sample where
-    a request does not. `aliases` are more names of `model`. Requests for a name that is not served get `default_model`,
-    if it does what they ask for. Raises NotFound if that one is not served.
+    start; None serves every model under `home`. `model_options` maps names of models to what is said of each, which
+    goes before `options`, those of all models; aliases in `options` are of `model`. Requests for a name that is not
+    served get `default_model`, if it does what they ask for. Raises NotFound if that one is not served.
     """
 
     def __init__(
@@ -98,20 +99,19 @@ class EnginePool:
         home: Path,
         model: str | None = None,
         adapter: Path | None = None,
-        max_model_len: int | None = None,
         *,
-        sampling_defaults: bool = True,
-        aliases: Sequence[str] = (),
+        options: ModelOptions | None = None,
+        model_options: Mapping[str, ModelOptions] | None = None,
         default_model: str | None = None,
     ) -> None:
         self.config = config
         self._home = home
-        self._max_model_len = max_model_len
-        self._sampling_defaults = sampling_defaults
+        options = options or ModelOptions()
+        self._options = options if model is not None else options.model_copy(update={"aliases": ()})
+        self._model_options = dict(model_options or {})
         self._unreadable: set[str] = set()
         self._only = find_model(model, home) if model is not None else None
         self._only_name = self._name(model) if model is not None else ""
-        self._aliases = tuple(aliases) if model is not None else ()
         self._default_model: str | None = None
         self._adapter = adapter if model is not None else None
         self._hot = HotTier(config.hot_cache_max_size)
@@ -133,6 +133,7 @@ class EnginePool:
 
     async def start(self) -> None:
         """Starts the MLX thread, opens the cache folder and loads the model that was named. Raises ModelError."""
+        self._check_options()
         self._thread.start()
         await asyncio.to_thread(self._hold_root)
         if self.config.cache_ttl:
@@ -143,6 +144,15 @@ class EnginePool:
             await self.get(self._only_name)
         else:
             await self.get_embedder(self._only_name)
+
+    def _check_options(self) -> None:
+        """Warns of options that do nothing: those of unknown models, and aliases that are names of other models."""
+        names = {model.name for model in self.models()} if self._model_options else set()
+        for name, options in self._model_options.items():
+            if name not in names and self._only is None:
+                log.warning("settings.json has options of %r, which is not a model here", name)
+            for alias in names.intersection(options.aliases) - {name}:
+                log.warning("alias %r of %s is ignored: a model has that name", alias, name)
 
     async def stop(self, timeout_s: float = 10.0) -> None:
         """Aborts what runs, stores what it computed, writes the cache out; within `timeout_s`."""
@@ -183,12 +193,22 @@ class EnginePool:
             found = [(self._only_name, self._only, folder_bytes(self._only))]
         else:
             found = [(info.name, info.path, info.size_bytes) for info in self._scan()]
+        taken = {name for name, _, _ in found}
         return [
             ServedModel(
-                name, path, size, name in self._loaded or name in self._embedders, *self._use(path), self._aliases
+                name,
+                path,
+                size,
+                name in self._loaded or name in self._embedders,
+                *self._use(path),
+                tuple(alias for alias in self._options_of(name).aliases if alias not in taken),
             )
             for name, path, size in found
         ]
+
+    def _options_of(self, name: str) -> ModelOptions:
+        own = self._model_options.get(name)
+        return self._options if own is None else own.over(self._options)
 
     def _use(self, path: Path) -> ModelUse:
         return model_use(path, self._adapter is not None)
@@ -368,7 +388,8 @@ class EnginePool:
         any gives zeros. Raises StoreLocked if another process works on the cache folder.
         """
         await self._step_ended()
-        name = self._only_name if name in self._aliases else name
+        if name is not None:
+            name = next((model.name for model in self.models() if name in model.aliases), name)
         managers = [loaded.tiers for loaded in self._loaded.values() if loaded.tiers is not None]
         before_ns = None if older_than_s is None else time.time_ns() - int(older_than_s * 1e9)
         return await asyncio.to_thread(clear_cache, self.config, managers, name, before_ns)
@@ -431,13 +452,27 @@ class EnginePool:
         return replace(self.config, exact="strict")
 
     def _with_options(self, loaded: LoadedModel) -> LoadedModel:
-        """The model with what options say instead of its files: --max-model-len, --generation-config."""
-        if not self._sampling_defaults:
-            loaded = replace(loaded, sampling_defaults={})
-        elif loaded.sampling_defaults:
-            values = ", ".join(f"{key} {value:g}" for key, value in loaded.sampling_defaults.items())
-            log.info("model %s: %s unless a request sets them (generation_config.json)", loaded.name, values)
-        return loaded if self._max_model_len is None else _overridden(loaded, self._max_model_len)
+        """The model with what options say instead of its files."""
+        options = self._options_of(loaded.name)
+        own = {} if options.generation_config == "none" else loaded.sampling_defaults
+        sampling = {**own, **options.sampling}
+        if sampling:
+            values = ", ".join(
+                f"{key} {value:g} ({'settings.json' if key in options.sampling else GENERATION_CONFIG})"
+                for key, value in sampling.items()
+            )
+            log.info("model %s: sampling defaults: %s", loaded.name, values)
+        loaded = replace(loaded, sampling_defaults=sampling, template_defaults=options.chat_template_kwargs)
+        return loaded if options.max_model_len is None else self._with_length(loaded, options.max_model_len)
+
+    def _with_length(self, loaded: LoadedModel, length: int) -> LoadedModel:
+        """The model with a context length of `length` tokens, whatever its files say."""
+        own = self._model_options.get(loaded.name)
+        option = "--max-model-len" if own is None or own.max_model_len is None else "max_model_len in settings.json"
+        said = f"{loaded.context_length} by {loaded.context_source}"
+        if length > loaded.context_length:
+            log.warning("model %s: %s %d is more than its own context length, %s", loaded.name, option, length, said)
+        return replace(loaded, context_length=length, context_source=f"{option} instead of {said}")
 
     def _assembled(
         self,
@@ -485,13 +520,6 @@ class EnginePool:
             config.max_kv_cache_memory, config.paged_ssd_cache_dir, config=config, model_name=name,
             identity=identity, num_layers=len(identity.layout.layers), hot_tier=self._hot, vision=vision,
         )  # fmt: skip
-
-
-def _overridden(loaded: LoadedModel, length: int) -> LoadedModel:
-    said = f"{loaded.context_length} by {loaded.context_source}"
-    if length > loaded.context_length:
-        log.warning("model %s: --max-model-len %d is more than its own context length, %s", loaded.name, length, said)
-    return replace(loaded, context_length=length, context_source=f"--max-model-len instead of {said}")
 
 
 def _model_figures(loaded: _Loaded) -> dict[str, Any]:

@@ -78,18 +78,25 @@ def read_generation_config(path: Path, name: str) -> GenerationConfig:
 
 def _sampling(content: Mapping[str, Any], ignored: list[str]) -> dict[str, float]:
     found: dict[str, float] = {}
-    for field, allowed in _RANGES.items():
+    for field in SAMPLING_FIELDS:
         value = content.get(field)
         if value is None:
             continue
-        if not allowed.contains(value):
-            number = "a whole number" if allowed.whole else "a number"
-            ignored.append(f"{field} is {_shown(value)}, not {number} {allowed}")
-            continue
-        found[field] = max(int(value), 0) if allowed.whole else float(value)
-    if found.get("temperature", 1.0) < GREEDY_BELOW:
-        found["temperature"] = 0.0
+        try:
+            found[field] = sampling_value(field, value)
+        except ValueError as error:
+            ignored.append(f"{field} is {error}")
     return found
+
+
+def sampling_value(field: str, value: Any) -> float:
+    """A value of one of SAMPLING_FIELDS as SamplingParams takes it. Raises ValueError: "5, not a number ..."."""
+    allowed = _RANGES[field]
+    if not allowed.contains(value):
+        raise ValueError(f"{_shown(value)}, not {'a whole number' if allowed.whole else 'a number'} {allowed}")
+    if allowed.whole:
+        return max(int(value), 0)
+    return 0.0 if field == "temperature" and value < GREEDY_BELOW else float(value)
 
 
 def end_tokens(value: Any, ignored: list[str]) -> frozenset[int]:

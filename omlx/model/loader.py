@@ -53,6 +53,7 @@ class LoadedModel:
     `context_length` is in tokens, `context_source` says where it comes from. `fingerprint` is 32 bytes of
     `folder.fingerprint`. `eos_token_ids` are those of config.json, generation_config.json, the tokenizer and the chat
     template's end of turn. `sampling_defaults`: the fields of SamplingParams that generation_config.json gives.
+    `template_defaults`: arguments of the chat template.
     """
 
     name: str
@@ -67,6 +68,7 @@ class LoadedModel:
     fingerprint: bytes
     dtype: str
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)
+    template_defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
 def load(

@@ -34,6 +34,7 @@ class FakeEngine:
     most_requests: int = 80
     vision: Any = None
     sampling_defaults: dict[str, float] = field(default_factory=dict)
+    template_defaults: dict[str, Any] = field(default_factory=dict)
     prefill_s: float = 0.0
     token_s: float = 0.0
     cached_tokens: int = 0

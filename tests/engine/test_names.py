@@ -10,6 +10,7 @@ import pytest
 from omlx.engine.pool import EnginePool
 from omlx.errors import NotFound, SettingError
 from omlx.model.folder import folder_name, models_folder
+from omlx.model.options import ModelOptions
 from omlx.scheduler import SchedulerConfig
 from omlx.settings import Settings
 from tests.engine.test_broken_folders import client_of
@@ -43,7 +44,9 @@ async def test_every_name_reaches_the_one_model_and_its_one_cache(tiny_model_dir
     snapshot = tmp_path / "hub" / "models--org--name" / "snapshots" / "0123abcd"
     shutil.copytree(tiny_model_dir, snapshot)
     names = ["first", "second", "org/name"]
-    pool = EnginePool(CONFIG, tmp_path, str(snapshot), aliases=names[:2], default_model="second")
+    pool = EnginePool(
+        CONFIG, tmp_path, str(snapshot), options=ModelOptions(aliases=tuple(names[:2])), default_model="second"
+    )
     await pool.start()
     try:
         async with client_of(pool, tmp_path) as client:

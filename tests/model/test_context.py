@@ -12,6 +12,7 @@ from omlx.cache.layer_kinds import grows, new_cache
 from omlx.engine.pool import EnginePool
 from omlx.errors import BadRequest
 from omlx.model.context import DEFAULT_CONTEXT_LENGTH, UNLIMITED, context_length
+from omlx.model.options import ModelOptions
 from omlx.request import Request, SamplingParams
 from omlx.scheduler import SchedulerConfig
 from tests.families.zoo import tiny
@@ -139,7 +140,9 @@ async def test_max_model_len_goes_before_what_the_files_say(
     caplog.set_level(logging.INFO, logger="omlx")
     for override, length in ((None, 2048), (asked, asked)):
         caplog.clear()
-        pool = EnginePool(SchedulerConfig(block_size=16), tmp_path, str(model), max_model_len=override)
+        pool = EnginePool(
+            SchedulerConfig(block_size=16), tmp_path, str(model), options=ModelOptions(max_model_len=override)
+        )
         await pool.start()
         try:
             engine = await pool.get("tiny")

@@ -12,6 +12,7 @@ from fastapi import FastAPI
 from omlx.engine.pool import EnginePool
 from omlx.model import loader
 from omlx.model.generation_config import SAMPLING_FIELDS
+from omlx.model.options import GenerationConfigUse, ModelOptions
 from omlx.scheduler import SchedulerConfig
 from omlx.server import create_app
 from omlx.settings import Settings
@@ -131,14 +132,16 @@ def test_a_template_adds_no_more_than_what_follows_an_answer(template: str, mode
     assert loader.load(model).eos_token_ids == ({256, 258} if follows else {256})
 
 
-@pytest.mark.parametrize("use", [True, False])
-async def test_generation_config_none_switches_the_defaults_off(use: bool, model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("use", ["auto", "none"])
+async def test_generation_config_none_switches_the_defaults_off(
+    use: GenerationConfigUse, model: Path, tmp_path: Path
+) -> None:
     write(model, eos_token_id=256, **DEFAULTS)
-    pool = EnginePool(SchedulerConfig(block_size=16), tmp_path, str(model), sampling_defaults=use)
+    pool = EnginePool(SchedulerConfig(block_size=16), tmp_path, str(model), options=ModelOptions(generation_config=use))
     await pool.start()
     try:
         engine = await pool.get("model")
-        assert engine.sampling_defaults == (DEFAULTS if use else {})
+        assert engine.sampling_defaults == (DEFAULTS if use == "auto" else {})
         assert engine.tokenizer.eos_token_ids == {256, 258}
     finally:
         await pool.stop(5.0)
