@@ -5,9 +5,8 @@
 Every turn hands the model the next piece of the Python standard library's sources and keeps its short
 answer in the history. omlx (exact mode on and off) and mlx_lm.server hold the same conversation, in turn.
 What a turn has to compute is what no earlier turn has held: the new message. All that is computed beyond that is
-re-prefill, whatever the reason: a restart, the grid of exact mode, a token that was sampled but never fed. The first
-table shows it turn by turn: omlx may recompute 2 tokens a turn with --exact off, and with --exact on what lies
-behind the last edge of the grid.
+re-prefill, whatever the reason: a restart, a token that was sampled but never fed. The first table shows it turn by
+turn: omlx may recompute 2 tokens a turn, with --exact on as with --exact off.
 """
 
 import argparse
@@ -33,11 +32,8 @@ from common import (
 from report import Report, Table, Target
 from transformers import PreTrainedTokenizerBase
 
-from omlx.cache.grid import PrefillGrid
-
 SYSTEM = "You review Python code. Answer in one short sentence."
 ANSWER_TOKENS = 24
-BLOCK_SIZE = 64  # omlx's default
 MOST_BEYOND = 2
 
 
@@ -89,9 +85,7 @@ class Session:
 
 def allowed(mode: str, known: int) -> int | None:
     """How many of `known` tokens a turn may compute again; None if nothing was promised."""
-    if mode == "on":
-        return PrefillGrid(BLOCK_SIZE).cell(known) - 1
-    return MOST_BEYOND if mode == "off" else None
+    return MOST_BEYOND if mode in ("on", "off") else None
 
 
 def end_token(tokenizer: PreTrainedTokenizerBase, answer: Answer) -> list[int]:

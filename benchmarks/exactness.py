@@ -2,8 +2,9 @@
 
     python benchmarks/exactness.py [--quick] [--models NAME ...] [--tokens 300]
 
-Every variant is a process of its own that computes the same prompt and a greedy answer: other chunk edges, another
-number of BLAS threads, another BLAS kernel, other requests in the batch. Its KV, logits and log-probabilities
+Every variant is a process of its own that computes the same prompt and a greedy answer: other chunk edges (with the
+passes that may be cut anywhere, and with stock ones), another number of BLAS threads, another BLAS kernel, other
+requests in the batch. Its KV, logits and log-probabilities
 are compared with those of the first process. No server is started; that an answer is the same from RAM, from SSD and
 after a restart is what the tests show.
 """
@@ -14,6 +15,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +28,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 from common import Corpus, model_folder, note, parser
-from report import Report
+from report import Report, Target
 
 from omlx import blas
 from omlx.arrays import as_numpy
@@ -40,15 +42,20 @@ from omlx.testing import make_tiny_model
 
 ANSWER_TOKENS = 16
 BLOCK_SIZE = 64
+CHUNK = 512
+COST_ROUNDS = 3
 KERNELS = ("Haswell", "Sandybridge", "Nehalem")
 FloatArray = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """How a process differs from the first: prefill `edges` ("grid", or tokens a chunk), rows beside, environment."""
+    """How a process differs from the first: prefill `edges` ("grid", or tokens a chunk), rows beside, environment.
+
+    `stock`: passes as mlx-lm builds them."""
 
     name: str
+    stock: bool = False
     edges: str = "grid"
     beside: int = 0
     env: Mapping[str, str] = field(default_factory=dict)
@@ -66,9 +73,9 @@ class State(NamedTuple):
 # --- one process --------------------------------------------------------------------------------
 
 
-def compute(folder: Path, prompts: Sequence[list[int]], edges: str) -> State:
+def compute(folder: Path, prompts: Sequence[list[int]], edges: str, stock: bool) -> State:
     """Prefills the first prompt, then decodes it beside the others."""
-    runner = TextRunner(loader.load(folder))
+    runner = TextRunner(loader.load(folder), exact=not stock)
     batch = DecodeBatch(runner.decoder)
     for number, prompt in enumerate(prompts[1:], 1):
         caches = prefill(runner, prompt[:-1], "grid")
@@ -110,7 +117,7 @@ def logprobs_of(logits: mx.array) -> FloatArray:
 
 def child(args: argparse.Namespace) -> None:
     prompts = json.loads(args.prompts.read_text())
-    state = compute(args.folder, prompts, args.edges)
+    state = compute(args.folder, prompts, args.edges, args.stock)
     np.savez(args.state, kv=state.kv, logits=state.logits, logprobs=state.logprobs, answer=state.answer)
 
 
@@ -125,16 +132,21 @@ def main(args: argparse.Namespace) -> None:
             folder = make_tiny_model(Path(work) / "tiny") if name == "tiny" else model_folder(name)
             compare(report, name, folder, args.tokens, Path(work))
             operations(report, name, folder)
+            cost(report, name, folder, args.prefill_tokens)
     report.finish()
+
+
+def edges_variants(*, stock: bool) -> Iterator[Variant]:
+    for edges in ("8", "64", "1000000", "1"):
+        what = {"1000000": "one chunk", "1": "one token at a time"}.get(edges, f"chunks of {edges}")
+        yield Variant(f"other edges: {what}", stock, edges)
 
 
 def variants() -> Iterator[Variant]:
     info = blas.info()
     threads = info.threads if info else 1
     yield Variant("the same in another process")
-    for edges in ("8", "64", "1000000", "1"):
-        what = {"1000000": "one chunk", "1": "one token at a time, as decoding does"}.get(edges, f"chunks of {edges}")
-        yield Variant(f"other edges: {what}", edges=edges)
+    yield from edges_variants(stock=False)
     other = 2 if threads == 1 else 1
     yield Variant(f"BLAS with {other} threads instead of {threads}", env={"OPENBLAS_NUM_THREADS": str(other)})
     for kernel in KERNELS:
@@ -145,16 +157,17 @@ def variants() -> Iterator[Variant]:
 
 
 def compare(report: Report, name: str, folder: Path, tokens: int, work: Path) -> None:
-    table = report.table(
-        f"{name}: largest differences from a request served alone on the grid", "variant", "KV of the prompt",
-        "begins in", "logits after the prompt", "KV of the answer", "log-probabilities of the answer", "text",
-    )  # fmt: skip
     prompts = prompts_of(folder, tokens)
-    base = run_child(folder, prompts, Variant("base"), work)
-    for variant in variants():
-        found = run_child(folder, prompts, variant, work)
-        table.add(variant.name, *differences(base, found, tokens))
-        note(f"{name}: {variant.name}")
+    for stock, what in ((False, "a request served alone"), (True, "stock passes cut on the grid")):
+        table = report.table(
+            f"{name}: largest differences from {what}", "variant", "KV of the prompt", "begins in",
+            "logits after the prompt", "KV of the answer", "log-probabilities of the answer", "text",
+        )  # fmt: skip
+        base = run_child(folder, prompts, Variant("base", stock), work)
+        for variant in edges_variants(stock=True) if stock else variants():
+            found = run_child(folder, prompts, variant, work)
+            table.add(variant.name, *differences(base, found, tokens))
+            note(f"{name}: {variant.name}{' (stock)' if stock else ''}")
 
 
 def prompts_of(folder: Path, tokens: int) -> list[list[int]]:
@@ -170,7 +183,7 @@ def run_child(folder: Path, prompts: list[list[int]], variant: Variant, work: Pa
     given, state = work / "prompts.json", work / "state.npz"
     given.write_text(json.dumps(prompts[: 1 + variant.beside]))
     command = [sys.executable, __file__, "--folder", str(folder), "--edges", variant.edges]
-    command += ["--prompts", str(given), "--state", str(state)]
+    command += ["--prompts", str(given), "--state", str(state), *(["--stock"] if variant.stock else [])]
     subprocess.run(command, env=os.environ | dict(variant.env), check=True)
     with np.load(state) as saved:
         return State(saved["kv"], saved["logits"], saved["logprobs"], saved["answer"].tolist())
@@ -192,6 +205,33 @@ def differences(a: State, b: State, tokens: int) -> tuple[str, ...]:
 def shown(values: FloatArray) -> str:
     most = float(values.max()) if values.size else 0.0
     return f"{most:.1e}" if most else "0"
+
+
+# --- what it costs ------------------------------------------------------------------------------
+
+
+def cost(report: Report, name: str, folder: Path, tokens: int) -> None:
+    """Cold prefill in chunks of CHUNK, stock passes and such that may be cut anywhere, in turn in one process."""
+    loaded = loader.load(folder)
+    (prompt,) = prompts_of(folder, tokens)[:1]
+    runners = {"stock": TextRunner(loaded, exact=False), "cut anywhere": TextRunner(loaded)}
+    table = report.table(
+        f"{name}: seconds of processor time to prefill {len(prompt):,} tokens in chunks of {CHUNK}",
+        "passes", *map(str, range(1, COST_ROUNDS + 1)),
+    )  # fmt: skip
+    seconds: dict[str, list[float]] = {passes: [] for passes in runners}
+    for _ in range(COST_ROUNDS):
+        for passes, runner in runners.items():
+            started = time.process_time()
+            prefill(runner, prompt, str(CHUNK))
+            seconds[passes].append(time.process_time() - started)
+    for passes, found in seconds.items():
+        table.add(passes, *(f"{value:.2f}" for value in found))
+    ratio = min(seconds["cut anywhere"]) / min(seconds["stock"])
+    table.add("least, to the least of stock", *[""] * (COST_ROUNDS - 1), f"{ratio:.2f}", targets=[
+        # The products of a model as small as "tiny" are nearly all padded.
+        Target(f"{name}: prefill that may be cut anywhere, to stock", round(ratio, 3), 1.03, "at most")
+    ] if name != "tiny" else [])  # fmt: skip
 
 
 # --- single operations --------------------------------------------------------------------------
@@ -234,13 +274,15 @@ def options() -> argparse.Namespace:
         "--models", nargs="+", default=["tiny", "smollm2-135m"], help="tiny, or names (default %(default)s)"
     )
     made.add_argument("--tokens", type=int, default=300, help="of the prompt (default %(default)s)")
+    made.add_argument("--prefill-tokens", type=int, default=2048, help="of the timed prefill (default %(default)s)")
     made.add_argument("--folder", type=Path, help=argparse.SUPPRESS)  # this and the next: one process of a variant
     made.add_argument("--edges", default="grid", help=argparse.SUPPRESS)
+    made.add_argument("--stock", action="store_true", help=argparse.SUPPRESS)
     made.add_argument("--prompts", type=Path, help=argparse.SUPPRESS)
     made.add_argument("--state", type=Path, help=argparse.SUPPRESS)
     args: argparse.Namespace = made.parse_args()
     if args.quick:
-        args.models, args.tokens = ["tiny"], 100
+        args.models, args.tokens, args.prefill_tokens = ["tiny"], 100, 200
     return args
 
 

@@ -167,7 +167,8 @@ class Scheduler:
         self._runner = runner
         self._cache = prefix_cache
         self._emit = emit
-        self._grid = None if config.exact == "off" else PrefillGrid(config.block_size)
+        self._exact = config.exact != "off"
+        self._grid = PrefillGrid(config.block_size) if self._exact and not runner.cut_anywhere else None
         self._waiting: deque[Request] = deque()
         self._shared = SharedPrefills(prefix_cache, self._grid, self.stats)
         self._admissions = itertools.count()
@@ -486,7 +487,8 @@ class Scheduler:
             started = time.monotonic()
             self._runner.prefill(row.tokens[row.position : end], row.caches, row.position, vision)
             self._chunk_time.observe(size, row.position, time.monotonic() - started)
-        if self._grid is not None and row.exact_upto == row.position and self._grid.floor(end) == end:
+        on_edge = self._grid is None or self._grid.floor(end) == end
+        if self._exact and row.exact_upto == row.position and on_edge:
             row.exact_upto = end
         row.position = end
         row.request.stats.prefilled_tokens = min(end, len(row.request.prompt) - 1)

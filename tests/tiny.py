@@ -1,6 +1,7 @@
 """A tiny random llama in memory, its runner, and a scheduler over a store in a dictionary."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import mlx.core as mx
@@ -13,6 +14,7 @@ from omlx.cache.interface import CacheManager
 from omlx.cache.layer_state import CacheLayout
 from omlx.cache.paged_cache import PagedCacheManager
 from omlx.cache.prefix_cache import BlockAwarePrefixCache, CacheIdentity
+from omlx.model.invariance import InvariantPasses
 from omlx.request import EncoderCost, ImageStart, PromptVision, Request, SamplingParams, TokenOutput
 from omlx.scheduler import Failure, Scheduler, SchedulerConfig
 
@@ -64,7 +66,7 @@ class TinyVision:
 class TinyRunner:
     """A ModelRunner over `tiny_model`; counts the tokens it was asked to compute.
 
-    What it "sees" of a picture are tokens that follow from its ids.
+    What it "sees" of a picture are tokens that follow from its ids. `cut_anywhere`: its passes are invariant.
     """
 
     takes_rope_deltas = False
@@ -74,8 +76,10 @@ class TinyRunner:
     context_length = 4096
     vocab_size = VOCAB
 
-    def __init__(self, seed: int = 0, eos: frozenset[int] = frozenset({EOS})) -> None:
+    def __init__(self, seed: int = 0, eos: frozenset[int] = frozenset({EOS}), *, cut_anywhere: bool = False) -> None:
         self.decoder = tiny_model(seed)
+        self.cut_anywhere = cut_anywhere
+        self._passes = InvariantPasses(self.decoder)
         self.eos_token_ids = eos
         self.computed = 0
         self.chunks: list[tuple[int, int]] = []
@@ -100,7 +104,8 @@ class TinyRunner:
             tokens = [key % EOS if key >= 1 << 31 else token for key, token in zip(keys, tokens, strict=True)]
         self.chunks.append((caches[0].offset, len(tokens)))
         layer_state.settle(caches)
-        self.decoder(mx.array([tokens]), cache=caches)
+        with self._passes.building() if self.cut_anywhere else nullcontext():
+            self.decoder(mx.array([tokens]), cache=caches)
         layer_state.evaluate(caches)
 
     def prefill_logits(
@@ -127,7 +132,7 @@ class Bench:
         self.store = store
         self.config = SchedulerConfig(**config)
         self.paged = PagedCacheManager(self.config.block_size, len(runner.layout.layers))
-        identity = CacheIdentity(runner.fingerprint, runner.layout, numerics)
+        identity = CacheIdentity(runner.fingerprint, runner.layout, numerics, runner.cut_anywhere)
         self.prefix = BlockAwarePrefixCache(
             self.paged, store, block_size=self.config.block_size, identity=identity, exact=self.config.exact
         )

@@ -30,12 +30,14 @@ class CacheIdentity:
 
     `fingerprint` names the weights by content. `numerics` names what changes only the last bits
     (device, versions, BLAS and its threads, prefill grid): it is kept with each block and compared
-    in the exact modes, but it is not part of the hash, so `off` can use such blocks.
+    in the exact modes, but it is not part of the hash, so `off` can use such blocks. `cut_anywhere`: whether prefill
+    gives equal bits wherever it is cut, so that no grid is needed.
     """
 
     fingerprint: bytes
     layout: CacheLayout
     numerics: str
+    cut_anywhere: bool = False
 
     def root(self, block_size: int, salt: str) -> bytes:
         return root_hash(FORMAT, self.fingerprint, str(self.layout), str(block_size), salt)
@@ -118,7 +120,7 @@ class PrefixSearch:
         self._who = identity
         self._block_size = block_size
         self._exact = exact
-        self._grid = PrefillGrid(block_size)
+        self._grid = None if identity.cut_anywhere else PrefillGrid(block_size)
 
     def mode(self, sought: Sought) -> ExactMode:
         """What decides where the match may end."""
@@ -223,13 +225,15 @@ class PrefixSearch:
         """
         if mode == "off":
             return shared
-        if at_limit and shared in meta.cuts:
-            cell_start = self._grid.floor(meta.start + shared) - meta.start
-            if mode == "on" or cell_start <= meta.exact_tokens:
-                return shared
+        if at_limit and shared in meta.cuts and (mode == "on" or self._floor(meta, shared) <= meta.exact_tokens):
+            return shared
         if mode == "strict":
             shared = min(shared, meta.exact_tokens)
-        return self._grid.floor(meta.start + shared) - meta.start
+        return self._floor(meta, shared)
+
+    def _floor(self, meta: BlockMeta, tokens: int) -> int:
+        """The most of a block's first `tokens` tokens that prefill may be cut behind."""
+        return tokens if self._grid is None else self._grid.floor(meta.start + tokens) - meta.start
 
     def ends_before_the_answer(self, blocks: Sequence[MatchedBlock], limit: int) -> bool:
         """Whether a match uses what no cold prefill would give without being a turn of a conversation.

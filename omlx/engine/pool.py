@@ -9,6 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import mlx.core as mx
+
 from omlx.cache.conversation import Forgotten
 from omlx.cache.grid import PrefillGrid
 from omlx.cache.layer_state import CacheLayout
@@ -28,6 +30,7 @@ from omlx.engine.loading import ModelLoader
 from omlx.engine.vlm import VLMEngine
 from omlx.errors import BadRequest, ModelError, NotFound, Overloaded
 from omlx.memory_monitor import MemoryMonitor
+from omlx.model import invariance
 from omlx.model.folder import ModelInfo, find_model, folder_name, hashes_folder, scan_models
 from omlx.model.generation_config import GENERATION_CONFIG
 from omlx.model.loader import LoadedModel
@@ -425,7 +428,9 @@ class EnginePool:
         else:
             model = self._with_options(model)
         vision, bits = isinstance(model, VisionModel), self.config.kv_bits
-        runner = VLMRunner(model, bits) if isinstance(model, VisionModel) else TextRunner(model, bits)
+        # On a CPU such passes are the faster ones, too.
+        exact = self.config.exact != "off" or mx.default_device() == mx.cpu
+        runner = VLMRunner(model, bits) if isinstance(model, VisionModel) else TextRunner(model, bits, exact=exact)
         config = self._config_for(runner)
         tiers = self._cache_stack(runner, vision, config)
         try:
@@ -505,8 +510,11 @@ class EnginePool:
         if not isinstance(layout, CacheLayout):
             log.warning("model %s is served without a cache: %s", runner.name, layout.reason)
             return None
-        grid = "any" if config.exact == "off" else str(PrefillGrid(config.block_size))
-        identity = CacheIdentity(runner.fingerprint, layout, (vision_numerics if vision else numerics)(grid))
+        cuts = "cut anywhere" if config.exact == "off" else f"grid {PrefillGrid(config.block_size)}"
+        if runner.cut_anywhere:
+            cuts = invariance.describe()
+        named = (vision_numerics if vision else numerics)(cuts)
+        identity = CacheIdentity(runner.fingerprint, layout, named, runner.cut_anywhere)
         return self._open_tiers(runner.name, identity, vision, config)
 
     def _open_tiers(

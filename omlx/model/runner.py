@@ -2,6 +2,7 @@
 
 import platform
 from collections.abc import Sequence
+from contextlib import nullcontext
 from importlib.metadata import version
 from typing import Any, Protocol
 
@@ -12,6 +13,7 @@ from omlx.cache import layer_state
 from omlx.cache.layer_state import CacheLayout, Uncacheable
 from omlx.errors import ModelError
 from omlx.model.batch_check import check_batches
+from omlx.model.invariance import InvariantPasses, cut_anywhere
 from omlx.model.loader import LoadedModel
 from omlx.request import PromptVision
 
@@ -23,13 +25,15 @@ class ModelRunner(Protocol):
 
     `layout` says how its layer caches are stored, or why they cannot be. With `takes_rope_deltas` the decoder also
     wants to know, for each row, what to add to a token's index to get its rope position (rope_deltas=).
-    `alone_because`: why its rows must be decoded one by one; None if they can be decoded together.
+    `alone_because`: why its rows must be decoded one by one; None if they can be decoded together. `cut_anywhere`:
+    whether prefill gives equal bits wherever it is cut.
     """
 
     name: str
     decoder: Any
     takes_rope_deltas: bool
     alone_because: str | None
+    cut_anywhere: bool
     layout: CacheLayout | Uncacheable
     fingerprint: bytes
     context_length: int
@@ -63,23 +67,28 @@ class TextRunner:
     be.
 
     `strict_because`: why the model's prompts must be cut in the same places always; None if it makes no difference.
+    With `exact` prefill gives equal bits wherever it is cut, if the model can do that (`cut_anywhere`).
     """
 
     takes_rope_deltas = False
 
-    def __init__(self, loaded: LoadedModel, kv_bits: int | None = None, decoder: Any = None) -> None:
+    def __init__(
+        self, loaded: LoadedModel, kv_bits: int | None = None, decoder: Any = None, *, exact: bool = True
+    ) -> None:
         self.name = loaded.name
         self.decoder = loaded.model if decoder is None else decoder
         self.fingerprint = loaded.fingerprint
         self.context_length = loaded.context_length
         self.vocab_size = loaded.vocab_size
         self.eos_token_ids = loaded.eos_token_ids
+        self._passes: InvariantPasses | None = None
         self._quantisation: tuple[int, int] | None = None
         if kv_bits is not None:
             self._quantise(kv_bits)
         self.layout = self._probe()
         model_type = str(getattr(loaded.model, "model_type", ""))
         self.alone_because, self.strict_because = check_batches(self, model_type)
+        self.cut_anywhere = exact and self.strict_because is None and self._try_invariance(loaded.model)
 
     def _probe(self) -> CacheLayout | Uncacheable:
         """A few tokens through the model: shows the layout of its caches, and warms up kernels."""
@@ -90,6 +99,12 @@ class TextRunner:
         if layout != layer_state.describe(caches):
             return Uncacheable("its state changes its shape while the text grows")
         return layout
+
+    def _try_invariance(self, model: Any) -> bool:
+        self._passes = InvariantPasses(model)
+        if not cut_anywhere(self, self._passes):
+            self._passes = None
+        return self._passes is not None
 
     def _quantise(self, bits: int) -> None:
         """Keeps plain KV layers in `bits` a value from now on."""
@@ -127,7 +142,7 @@ class TextRunner:
     ) -> None:
         layer_state.settle(caches)
         # Only the caches are evaluated, so the output head is never computed.
-        self._forward(tokens, caches, start, vision)
+        self._prefill(tokens, caches, start, vision)
         layer_state.evaluate(caches)
         # What the pass worked with: on a GPU MLX keeps it for later arrays of the same size, and
         # chunks differ in size.
@@ -137,13 +152,17 @@ class TextRunner:
         self, tokens: Sequence[int], caches: list[Any], start: int = 0, vision: PromptVision | None = None
     ) -> mx.array:
         layer_state.settle(caches)
-        logits = self._forward(tokens, caches, start, vision)[0]
+        logits = self._prefill(tokens, caches, start, vision)[0]
         layer_state.evaluate(caches)
         return logits
 
     def logits(self, token: int, caches: list[Any], start: int = 0, vision: PromptVision | None = None) -> mx.array:
         layer_state.settle(caches)
         return self._forward([token], caches, start, vision)[:, -1]
+
+    def _prefill(self, tokens: Sequence[int], caches: list[Any], start: int, vision: PromptVision | None) -> mx.array:
+        with self._passes.building() if self._passes is not None else nullcontext():
+            return self._forward(tokens, caches, start, vision)
 
     def _forward(self, tokens: Sequence[int], caches: list[Any], start: int, vision: PromptVision | None) -> mx.array:
         """The logits (1, tokens, vocab) of one pass, not evaluated yet. A text model knows no pictures."""
@@ -152,7 +171,7 @@ class TextRunner:
         return logits
 
 
-def numerics(grid: str) -> str:
+def numerics(cuts: str) -> str:
     """Names everything that changes the last bits of a forward pass besides weights and tokens."""
     info = blas.info()
     parts = [
@@ -161,6 +180,6 @@ def numerics(grid: str) -> str:
         f"mlx {version('mlx')}",
         f"mlx-lm {version('mlx-lm')}",
         f"{info.name} {info.config} {info.core} {info.threads} threads" if info else "default BLAS",
-        f"grid {grid}",
+        cuts,
     ]
     return "; ".join(parts)

@@ -46,7 +46,7 @@ class VLMRunner(TextRunner):
     def __init__(self, model: VisionModel, kv_bits: int | None = None) -> None:
         self._family = model.family
         self.takes_rope_deltas = model.family.mrope
-        super().__init__(model.loaded, kv_bits, VLMDecoder(model.family))
+        super().__init__(model.loaded, kv_bits, VLMDecoder(model.family), exact=False)
 
     @property
     def _layers_of(self) -> Any:
@@ -68,6 +68,6 @@ class VLMRunner(TextRunner):
         return logits
 
 
-def vision_numerics(grid: str) -> str:
+def vision_numerics(cuts: str) -> str:
     """Like `runner.numerics`, for a model that takes pictures."""
-    return "; ".join([numerics(grid), *(f"{name} {version(name)}" for name in _PACKAGES)])
+    return "; ".join([numerics(cuts), *(f"{name} {version(name)}" for name in _PACKAGES)])

@@ -173,8 +173,8 @@ async def test_a_miss_is_explained(tiny_model_dir, tmp_path):
         await bench.complete(tokens)
         changed = [*tokens[:50], 0, *tokens[51:]]
         probe = await bench.post(tokens=changed)
-        assert probe["first_miss"] == {"token": 48, "reason": "differs from the nearest cached prompt at token 50"}
-        assert [block["state"] for block in probe["blocks"]] == ["ram"] * 3 + ["absent"] * 4
+        assert probe["first_miss"] == {"token": 50, "reason": "differs from the nearest cached prompt at token 50"}
+        assert [block["state"] for block in probe["blocks"]] == ["ram"] * 4 + ["absent"] * 3
         assert (await bench.post(tokens=tokens, cache_salt="tenant"))["cached_tokens"] == 0
         bench.pool._loaded["tiny"].tiers.evict_blocks_to_cold(1 << 30)
         assert (await bench.post(tokens=tokens))["first_miss"]["reason"] == "evicted"

@@ -209,8 +209,9 @@ def test_windows_let_more_tokens_fit() -> None:
         for family in ("gemma3_text", "llama")
     )
     layout = runner("gemma3_text").layout
-    assert layout.nbytes(with_windows, B) <= limit < layout.nbytes(with_windows + 256, B)
-    assert with_windows > 1.5 * without
+    chunk = 2048  # the longest, which a window holds beside its own tokens while it is computed
+    assert layout.nbytes(with_windows, chunk) <= limit < layout.nbytes(with_windows + 256, chunk)
+    assert with_windows > 1.4 * without
 
 
 @pytest.mark.parametrize("family", KINDS)
@@ -253,7 +254,7 @@ def test_a_repeat_from_files_leaves_windows_smaller_than_a_block_whole(tmp_path:
     for _ in range(repeats):
         assert bench.ask(text, max_tokens=60, ignore_eos=True).stats.cached_tokens == 99
     misses = store.stats().misses
-    assert bench.ask([*talk[:98], 5, 6]).stats.cached_tokens == 96
+    assert bench.ask([*talk[:98], 5, 6]).stats.cached_tokens == 98
     assert store.stats().misses == misses and store.check() == []
     store.close(60)
 
