@@ -202,7 +202,7 @@ def _syntaxes(tokenizer: Any, known: CallFormat | None) -> tuple[CallSyntax, ...
 
 def has_tool_template(tokenizer: Any) -> bool:
     """Whether the model's template renders tools, in a form whose calls can be read."""
-    return _known_calls(tokenizer) is not None and habits_of(tokenizer).tools
+    return _known_calls(tokenizer) is not None and habits_of(tokenizer, tools=True).tools
 
 
 def _known_calls(tokenizer: Any) -> CallFormat | None:

@@ -8,8 +8,8 @@ from typing import Any
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from transformers import PreTrainedTokenizerBase
 
-from omlx.errors import BadRequest
-from omlx.model.template_worker import TEMPLATE_ERRORS
+from omlx.errors import BadRequest, ModelError, Overloaded
+from omlx.model.template_worker import SYNTAX, TEMPLATE_ERRORS
 from omlx.worker import LimitExceeded, Refused, WorkerPool
 
 log = logging.getLogger(__name__)
@@ -40,7 +40,8 @@ def render(
     """The conversation as `model`'s template writes it; `ready`: for the answer. `args` go to the template.
 
     Blocks. Raises BadRequest for a model without a template, for what the template refuses, and for a template that
-    takes too much time or memory; Overloaded if no process can be started for it.
+    takes too much time or memory; ModelError for one that does not compile; Overloaded if no process can be started
+    for it.
     """
     if reserved := _RESERVED_ARGS & args.keys():
         raise BadRequest(f"chat_template_kwargs must not set {min(reserved)!r}", param="chat_template_kwargs")
@@ -52,11 +53,38 @@ def render(
     try:
         return str(tokenizer.apply_chat_template(messages, add_generation_prompt=ready, tokenize=False, **options))
     except (*TEMPLATE_ERRORS, Refused) as error:
+        if isinstance(error, Refused) and str(error).startswith(SYNTAX):
+            raise _broken(model, str(error).removeprefix(SYNTAX)) from None
         raise TemplateRefused(f"the model's chat template refused the messages: {error}", param="messages") from error
     except (LimitExceeded, MemoryError) as error:
         reason = str(error) or "out of memory"
         log.warning("model %s: its chat template failed: %s", model, reason)
         raise BadRequest(f"the model's chat template failed on these messages: {reason}", param="messages") from None
+
+
+def _broken(model: str, reason: str) -> ModelError:
+    text = f"the chat template of model {model!r} does not compile ({reason}); /v1/completions works without it"
+    return ModelError(text, public=text)
+
+
+def check_templates(tokenizer: Any, model: str) -> None:
+    """Logs a warning for each of the model's templates that does not compile."""
+    if not tokenizer.has_chat_template or not _is_jinja(tokenizer):
+        return
+    templates = tokenizer.chat_template
+    for name, text in templates.items() if isinstance(templates, dict) else [("", templates)]:
+        try:
+            _PROCESSES.call((text, [{"role": "user", "content": ""}], {}), model)
+        except Refused as error:
+            if str(error).startswith(SYNTAX):
+                which = f" {name!r}" if name else ""
+                reason = str(error).removeprefix(SYNTAX)
+                log.warning(
+                    "model %s: its chat template%s does not compile (%s): chat requests fail, /v1/completions works",
+                    model, which, reason,
+                )  # fmt: skip
+        except (LimitExceeded, Overloaded):
+            pass  # found out again, and said, when requests come
 
 
 def _is_jinja(tokenizer: Any) -> bool:

@@ -17,6 +17,7 @@ from mlx_lm.utils import dequantize_model, load_adapters, load_model, load_token
 
 from omlx.cache import layer_kinds
 from omlx.errors import ModelError
+from omlx.model.chat_template import check_templates
 from omlx.model.context import DEFAULT_CONTEXT_LENGTH, ContextLength, context_length, lookup
 from omlx.model.end_of_turn import end_of_turn
 from omlx.model.fingerprint import WeightHashes, fingerprint
@@ -34,6 +35,7 @@ from omlx.model.foreign import refusing
 from omlx.model.generation_config import end_tokens, read_generation_config
 from omlx.model.json_file import read_object
 from omlx.model.progress import Progress, silent
+from omlx.model.template_files import read_templates
 from omlx.model.weights import WeightFile, only_these_weights, read_weight_files
 
 __all__ = ["DEFAULT_CONTEXT_LENGTH", "LoadedModel", "ModelInfo", "as_float32", "find_model", "list_models", "load"]
@@ -99,13 +101,13 @@ def assembled(
     model: nn.Module,
     config: dict[str, Any],
     weights_fingerprint: Callable[[], bytes],
-    chat_template: str | None = None,
 ) -> LoadedModel:
-    """A model with its tokenizer, and what its folder says of it. A `chat_template` goes before the tokenizer's.
+    """A model with its tokenizer, and what its folder says of it.
 
     `weights_fingerprint` may have to wait; it is called last. Raises ModelError.
     """
-    options = {} if chat_template is None else {"chat_template": chat_template}
+    templates = read_templates(path, name)
+    options = {} if templates is None else {"chat_template": templates}
     generation = read_generation_config(path, name)
     tokenizer = _load_tokenizer(path, name, _end_tokens(path, name, config) | generation.eos_token_ids, options)
     with refusing(path):
@@ -203,6 +205,7 @@ def _load_tokenizer(path: Path, name: str, ends: frozenset[int], options: dict[s
         if (end := end_of_turn(tokenizer, name, known)) is not None and end not in known:
             log.info("model %s: answers also end with the token %d, as its chat template's turns do", name, end)
             tokenizer.eos_token_ids = known | {end}
+        check_templates(tokenizer, name)
     return tokenizer
 
 

@@ -17,8 +17,9 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-from omlx.errors import BadRequest
+from omlx.errors import BadRequest, ModelError
 from omlx.model.chat_template import TemplateRefused, render
+from omlx.model.template_files import WITH_TOOLS
 
 log = logging.getLogger(__name__)
 
@@ -88,34 +89,38 @@ class _Known(NamedTuple):
     habits: TemplateHabits
 
 
-_KNOWN: "WeakKeyDictionary[Any, _Known]" = WeakKeyDictionary()
+_KNOWN: "WeakKeyDictionary[Any, dict[bool, _Known]]" = WeakKeyDictionary()
 
 
-def habits_of(tokenizer: Any, name: str = "") -> TemplateHabits:
+def habits_of(tokenizer: Any, name: str = "", *, tools: bool = False) -> TemplateHabits:
     """What the template of model `name` takes; FREE for a model without one. Tried once for each template.
 
-    That takes about twenty small renderings.
+    A model may have a template of its own for requests with `tools`. That takes about twenty small renderings.
     """
     template = getattr(tokenizer, "chat_template", None)
-    known = _KNOWN.get(tokenizer)
+    tools = tools and isinstance(template, dict) and WITH_TOOLS in template
+    every = _KNOWN.setdefault(tokenizer, {})
+    known = every.get(tools)
     if known is None or known.template != template:
-        habits = _Trial(tokenizer, name).habits() if tokenizer.has_chat_template else FREE
-        known = _KNOWN[tokenizer] = _Known(template, habits)
+        habits = _Trial(tokenizer, name, tools=tools).habits() if tokenizer.has_chat_template else FREE
+        known = every[tools] = _Known(template, habits)
     return known.habits
 
 
 class _Trial:
     """Renders conversations of words that occur nowhere else, and looks whether all came through, in order."""
 
-    def __init__(self, tokenizer: Any, name: str) -> None:
+    def __init__(self, tokenizer: Any, name: str, *, tools: bool) -> None:
         self._tokenizer = tokenizer
         self._name = name
+        self._tools = tools
         self._habits = FREE
 
     def habits(self) -> TemplateHabits:
         try:
             return self._found()
-        except BadRequest as error:  # stopped for its time or memory: no further trial would end better
+        # Stopped for its time or memory, or it does not compile: no further trial would end better.
+        except (BadRequest, ModelError) as error:
             log.warning("model %s: its chat template could not be tried: %s", self._name, error)
             return FREE
 
@@ -160,8 +165,8 @@ class _Trial:
 
     def _takes(self, shape: str, habits: TemplateHabits | None = None) -> bool:
         messages, words = _conversation(shape)
-        tools = [_TOOL] if any("tool_calls" in message or message["role"] == "tool" for message in messages) else ()
-        shown = self._shown(messages, habits or self._habits, tools)
+        calls = any("tool_calls" in message or message["role"] == "tool" for message in messages)
+        shown = self._shown(messages, habits or self._habits, [_TOOL] if calls or self._tools else ())
         position = 0
         for word in words:
             position = shown.find(word, position)

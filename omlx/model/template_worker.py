@@ -3,7 +3,7 @@
 from functools import lru_cache
 from typing import Any
 
-from jinja2 import TemplateError
+from jinja2 import TemplateError, TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 
 from omlx.worker import Refused, serve
@@ -20,6 +20,10 @@ TEMPLATE_ERRORS = (
 )
 
 
+SYNTAX = "syntax: "
+"""How the refusal of a template that does not compile begins."""
+
+
 @lru_cache(maxsize=16)
 def _tokenizer(template: str) -> PreTrainedTokenizerBase:
     """A tokenizer that is nothing but its template: the environment of templates is transformers' own."""
@@ -30,6 +34,8 @@ def _render(request: tuple[str, list[dict[str, Any]], dict[str, Any]]) -> str:
     template, messages, options = request
     try:
         return str(_tokenizer(template).apply_chat_template(messages, **options))
+    except TemplateSyntaxError as error:
+        raise Refused(f"{SYNTAX}line {error.lineno}: {error.message}") from None
     except TEMPLATE_ERRORS as error:
         raise Refused(str(error)) from None
 

@@ -76,9 +76,8 @@ def load_vision(
     with WeightHashes(files, records, progress, name) as hashes:
         model = _load_model(path, files)
         described = _read_files(path, files)
-        template = _chat_template(path, described)
         of_weights = partial(fingerprint, path, files, None, hashes)
-        loaded = assembled(name, path, model, described.config, of_weights, template)
+        loaded = assembled(name, path, model, described.config, of_weights)
     try:
         with refusing(f"{path}: its image processor"):
             family = FAMILIES[described.config["model_type"]](model, described, loaded.tokenizer)
@@ -111,15 +110,6 @@ def _read_files(path: Path, weights: list[WeightFile]) -> Files:
 def _read(file: Path) -> dict[str, Any]:
     """A JSON object; empty if there is no such file."""
     return read_object(file) if file.is_file() else {}
-
-
-def _chat_template(path: Path, files: Files) -> str | None:
-    """The chat template where transformers' tokenizers do not look for it; None if they find it themselves."""
-    template = _read(path / "chat_template.json").get("chat_template")
-    if template is None and not (path / "chat_template.jinja").is_file():
-        own = _read(path / "tokenizer_config.json").get("chat_template")
-        template = files.processor.get("chat_template") if own is None else None
-    return template if isinstance(template, str) else None
 
 
 def _with_end(loaded: LoadedModel) -> LoadedModel:
