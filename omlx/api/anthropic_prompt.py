@@ -1,7 +1,7 @@
 """From the messages and blocks of the Anthropic dialect to a conversation for the chat template."""
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -10,13 +10,12 @@ from omlx.api.anthropic_body import CountBody, Message
 from omlx.api.chat import ImagePart
 from omlx.api.openai_content import TEXT_KINDS
 from omlx.api.openai_tools import with_names
+from omlx.api.tool_content import brought_line, on_lines, result_content
 from omlx.errors import BadRequest
 
 # Before the id that a call has in the model's own format: templates may want to see that one again.
 _CALL_PREFIX = "toolu_"
 _HEX_PREFIX = "toolu_hex-"
-# What stands in a result for an image, which follows it.
-_IMAGE_BELOW = "[image]"
 
 
 class _Block(NamedTuple):
@@ -107,20 +106,11 @@ def _blocks(content: str | list[dict[str, Any]], path: str) -> list[_Block]:
     return [_Block(f"{path}[{index}]", block) for index, block in enumerate(content)]
 
 
-def _on_lines(texts: Iterable[str]) -> str:
-    """Texts, each beginning on a line of its own."""
-    joined = ""
-    for text in texts:
-        apart = not joined or not text or joined.endswith("\n") or text.startswith("\n")
-        joined += text if apart else f"\n{text}"
-    return joined
-
-
 def _system(blocks: Sequence[_Block]) -> str:
     for block in blocks:
         if block.kind != "text":
             raise block.refused("in system messages")
-    return _on_lines(block.text() for block in blocks)
+    return on_lines(block.text() for block in blocks)
 
 
 # ---- the user's turn
@@ -133,7 +123,6 @@ class _UserTurn:
     images: list[ImagePart]
     _done: list[dict[str, Any]] = field(default_factory=list)
     _parts: list[dict[str, Any]] = field(default_factory=list)
-    _of_results: list[dict[str, Any]] = field(default_factory=list)
 
     def messages(self, blocks: Sequence[_Block]) -> list[dict[str, Any]]:
         for block in blocks:
@@ -147,36 +136,26 @@ class _UserTurn:
                 self._flush()
             self._done.append(self._result(block))
             return
-        self._parts += [*self._of_results, self._part(block)]
-        self._of_results = []
+        self._parts.append(self._part(block))
 
     def _flush(self) -> None:
-        parts = [*self._of_results, *self._parts]
-        if parts:
-            self._done.append({"role": "user", "content": _content(parts)})
-        self._parts, self._of_results = [], []
+        if self._parts:
+            self._done.append({"role": "user", "content": _content(self._parts)})
+        self._parts = []
 
     def _result(self, block: _Block) -> dict[str, Any]:
         given = block.given.get("content")
         if not (given is None or isinstance(given, str | list)):
             raise block.wrong("content has to be a text or a list of blocks")
-        inner = [] if given is None else _blocks(given, f"{block.place}.content")
-        text = _on_lines(self._in_result(part) for part in _checked(inner))
+        content = result_content(given, f"{block.place}.content", self.images)
         failed = block.given.get("is_error")
         if failed is not None and not isinstance(failed, bool):
             raise block.wrong("is_error has to be true or false")
-        return {
-            "role": "tool",
-            "content": f"Error: {text}" if failed else text,
-            "tool_call_id": own_id(block.text("tool_use_id")),
-        }
-
-    def _in_result(self, block: _Block) -> str:
-        part = self._part(block)
-        if part["type"] == "image":
-            self._of_results.append(part)
-            return _IMAGE_BELOW
-        return str(part["text"])
+        if failed and isinstance(content, str):
+            content = f"Error: {content}"
+        elif failed:
+            content = [{"type": "text", "text": "Error:"}, *content]
+        return {"role": "tool", "content": content, "tool_call_id": own_id(block.text("tool_use_id"))}
 
     def _part(self, block: _Block) -> dict[str, Any]:
         """A part of a message as templates take it."""
@@ -184,9 +163,15 @@ class _UserTurn:
             self.images.append(ImagePart(_image_url(block), block.place))
             return {"type": "image"}
         written = _WRITTEN.get(block.kind) if isinstance(block.kind, str) else None
-        if written is None:
-            raise block.refused("in messages of the user")
-        return {"type": "text", "text": written(block)}
+        if written is not None:
+            return {"type": "text", "text": written(block)}
+        if isinstance(block.kind, str) and (block.kind in _BROUGHT or block.kind.endswith("_tool_result")):
+            return {"type": "text", "text": brought_line(block.given)}
+        raise block.refused("in messages of the user")
+
+
+# Blocks of other servers' sessions that a client leaves in messages of the user.
+_BROUGHT = ("tool_reference", "container_upload", "compaction")
 
 
 def _checked(blocks: Sequence[_Block]) -> Sequence[_Block]:
@@ -200,7 +185,7 @@ def _content(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
     """One text, or, with images, the parts."""
     if any(part["type"] == "image" for part in parts):
         return parts
-    return _on_lines(part["text"] for part in parts)
+    return on_lines(part["text"] for part in parts)
 
 
 def _image_url(block: _Block) -> str:
@@ -218,13 +203,13 @@ def _document(block: _Block) -> str:
     source = block.value("source", dict, "an object")
     if source.get("type") != "text" or not isinstance(source.get("data"), str):
         raise block.wrong("documents are taken as plain text only: source has to be of the type text, with data")
-    return _on_lines([_label(block, "title"), _label(block, "context"), source["data"]])
+    return on_lines([_label(block, "title"), _label(block, "context"), source["data"]])
 
 
 def _search_result(block: _Block) -> str:
     texts = block.value("content", list, "a list of text blocks")
     inner = _checked([_Block(f"{block.place}.content[{index}]", text) for index, text in enumerate(texts)])
-    return _on_lines([block.text("title"), block.text("source"), _system(inner)])
+    return on_lines([block.text("title"), block.text("source"), _system(inner)])
 
 
 def _label(block: _Block, name: str) -> str:
@@ -252,12 +237,12 @@ def _assistant(blocks: Sequence[_Block]) -> dict[str, Any]:
                 thoughts.append(block.text("thinking"))
             case "tool_use":
                 calls.append(_call(block))
-            case "redacted_thinking":
-                pass
+            case str():
+                texts += filter(None, [brought_line(block.given)])
             case _:
                 raise block.refused("in messages of the assistant")
-    message: dict[str, Any] = {"role": "assistant", "content": _on_lines(texts)}
-    if reasoning := _on_lines(thoughts):
+    message: dict[str, Any] = {"role": "assistant", "content": on_lines(texts)}
+    if reasoning := on_lines(thoughts):
         message["reasoning_content"] = reasoning
     return message | ({"tool_calls": calls} if calls else {})
 

@@ -141,10 +141,14 @@ class EnginePool(EmbedderPool, Protocol):
 
 
 class ImagePart(NamedTuple):
-    """An image of a request: where it is to be had (a data: URL holds it), and its place in the body for messages."""
+    """An image of a request: where it is to be had (a data: URL holds it), and its place in the body for messages.
+
+    `from_tool`: a tool returned it, so no request fails for it.
+    """
 
     url: str
     place: str
+    from_tool: bool = False
 
     def __repr__(self) -> str:
         return f"ImagePart({self.place})"  # the URL may hold megabytes
@@ -156,8 +160,8 @@ class ChatPrompt:
 
     An assistant's may have `tool_calls` (with `arguments` as objects) and `reasoning_content`, a tool's has
     `tool_call_id` and `name` where they are known. `tools` are what may be called, as `tool_prompt.canonical_tools`
-    gives them. A message with images has its content in parts; the k-th part {"type": "image"} of all messages is
-    `images[k]`, and `pictures[k]` once they were read (see api.pictures).
+    gives them. A message with images (of the user or a tool) has its content in parts; the k-th part
+    {"type": "image"} of all messages is `images[k]`, and `pictures[k]` once they were read (see api.pictures).
     """
 
     messages: list[dict[str, Any]]
@@ -445,7 +449,7 @@ def _marks(engine: Engine) -> frozenset[str]:
 
 def template_changes(engine: Engine, prompt: ChatPrompt) -> tuple[str, ...]:
     """What is changed of the messages so that the model's template takes them, a phrase each."""
-    return _adapted(engine, prompt, habits_of(engine.tokenizer, engine.name))[0].changes
+    return _adapted(engine, prompt, _habits(engine, prompt))[0].changes
 
 
 def _for_template(engine: Engine, prompt: ChatPrompt, use: Callable[[list[dict[str, Any]], Tools], T]) -> T:
@@ -453,7 +457,7 @@ def _for_template(engine: Engine, prompt: ChatPrompt, use: Callable[[list[dict[s
 
     What a template refuses all the same is tried once more in the plainest form: its trial cannot foresee everything.
     """
-    (messages, _), tools = _adapted(engine, prompt, habits_of(engine.tokenizer, engine.name))
+    (messages, _), tools = _adapted(engine, prompt, _habits(engine, prompt))
     try:
         return use(messages, tools)
     except chat_template.TemplateRefused:
@@ -463,6 +467,11 @@ def _for_template(engine: Engine, prompt: ChatPrompt, use: Callable[[list[dict[s
         except chat_template.TemplateRefused:
             pass
         raise
+
+
+def _habits(engine: Engine, prompt: ChatPrompt) -> TemplateHabits:
+    tools = bool(prompt.tools) and has_tool_template(engine.tokenizer)
+    return habits_of(engine.tokenizer, engine.name, tools=tools)
 
 
 def _adapted(engine: Engine, prompt: ChatPrompt, habits: TemplateHabits) -> tuple[Adapted, Tools]:

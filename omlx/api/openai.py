@@ -34,6 +34,7 @@ from omlx.api.openai_body import ChatBody, CompletionBody, GenerationBody, Messa
 from omlx.api.openai_content import content_of, text_of
 from omlx.api.openai_tools import called, custom_names, template_args, tool_choice, tools, with_names
 from omlx.api.output_formats import output_format
+from omlx.api.tool_content import result_content
 from omlx.errors import BadRequest
 from omlx.request import GREEDY_BELOW, SamplingParams, http_request_id
 
@@ -202,7 +203,7 @@ def _answered(message: Message, path: str) -> str:
 
 def _content(message: Message, path: str, images: list[ImagePart]) -> str | list[dict[str, Any]]:
     if message.role == "tool":
-        return text_of(message.content or "", path)
+        return result_content(message.content, path, images)
     return content_of(message.content, path, images) if message.role == "user" else text_of(message.content, path)
 
 

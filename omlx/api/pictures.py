@@ -12,6 +12,7 @@ from typing import Protocol
 from weakref import WeakKeyDictionary
 
 from omlx.api.chat import ChatPrompt, ChatRequest, Engine, ImagePart
+from omlx.api.tool_content import SEES_NONE, with_shown_results
 from omlx.errors import BadRequest, Overloaded
 from omlx.model.images import DECODERS, Picture, decoders, read_picture
 from omlx.sizes import format_size
@@ -29,25 +30,36 @@ class Source(Protocol):
 
 
 async def with_pictures(engine: Engine, asked: ChatRequest, source: Source) -> ChatRequest:
-    """The request with its images read. Raises BadRequest, which says which image it was."""
+    """The request with its images read.
+
+    Raises BadRequest, which says which image it was, for those of the user. Of those that tools returned, what the
+    model is not shown becomes a line of the result.
+    """
     prompt = asked.prompt
     if not isinstance(prompt, ChatPrompt) or not prompt.images:
         return asked
-    first = prompt.images[0].place
-    if engine.vision is None:
+    sent = [image for image in prompt.images if not image.from_tool]
+    if engine.vision is None and sent:
+        first = sent[0].place
         raise BadRequest(f"{first}: model {engine.name!r} takes no images", param=first, code="unsupported_parameter")
-    if len(prompt.images) > MAX_IMAGES:
-        raise BadRequest(f"{len(prompt.images)} images are more than {MAX_IMAGES}", param=asked.prompt_field)
-    pictures = tuple(await _read_all(prompt.images, source, asked.key_name))
-    # Without the URLs, which may hold megabytes that are not needed while the answer is made.
-    images = tuple(image._replace(url="") for image in prompt.images)
-    return replace(asked, prompt=replace(prompt, images=images, pictures=pictures))
+    if len(sent) > MAX_IMAGES:
+        raise BadRequest(f"{len(sent)} images are more than {MAX_IMAGES}", param=asked.prompt_field)
+    if engine.vision is None:
+        seen: Sequence[Picture | str] = [SEES_NONE] * len(prompt.images)
+    else:
+        seen = await _read_all(prompt.images, MAX_IMAGES - len(sent), source, asked.key_name)
+    return replace(asked, prompt=with_shown_results(prompt, seen))
 
 
-async def _read_all(images: Sequence[ImagePart], source: Source, key_name: str) -> list[Picture]:
-    """In order; the first that fails fails all, and what else is under way is given up."""
+async def _read_all(
+    images: Sequence[ImagePart], most_of_tools: int, source: Source, key_name: str
+) -> list[Picture | str]:
+    """In order. The first of the user's that fails fails all, and what else is under way is given up; of tools' images
+    that fail, and of those that are too many, the reason."""
     reading = _Reading(source, key_name)
-    tasks = [asyncio.create_task(reading.read(image)) for image in images]
+    of_tools = [number for number, image in enumerate(images) if image.from_tool]
+    too_many = set(of_tools[most_of_tools:])
+    tasks = [asyncio.create_task(reading.seen(image, at not in too_many)) for at, image in enumerate(images)]
     try:
         return [await task for task in tasks]
     finally:
@@ -66,17 +78,27 @@ class _Reading:
         self._turns = asyncio.Semaphore(_FETCHES)
         self._bytes = 0
 
-    async def read(self, image: ImagePart) -> Picture:
-        """Raises BadRequest, which says which image it was."""
+    async def seen(self, image: ImagePart, wanted: bool) -> Picture | str:
+        """The picture; for one of a tool that cannot be read, or is not `wanted`, the reason.
+
+        Raises BadRequest, which says which image it was.
+        """
+        if not wanted:
+            return f"a request may have {MAX_IMAGES}"
         try:
-            async with self._turns:
-                self._check_bytes()
-                data = await self._source.fetch(image.url)
-                self._bytes += len(data)
-                self._check_bytes()
-                return await _decoding().run(self, partial(read_picture, data))
+            return await self._read(image)
         except BadRequest as error:
+            if image.from_tool:
+                return str(error)
             raise BadRequest(f"{image.place}: {error}", param=image.place) from None
+
+    async def _read(self, image: ImagePart) -> Picture:
+        async with self._turns:
+            self._check_bytes()
+            data = await self._source.fetch(image.url)
+            self._bytes += len(data)
+            self._check_bytes()
+            return await _decoding().run(self, partial(read_picture, data))
 
     def _check_bytes(self) -> None:
         if self._bytes > MAX_TOTAL_BYTES:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, TypeAdapter
+from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag, TypeAdapter
 
 from omlx.api import lenient
 from omlx.api.bounded import MAX_PARTS, Options, Parts, Schema, at_most
@@ -89,6 +89,14 @@ class ReferenceItem(Body):
     id: _Id
 
 
+class OtherItem(Body):
+    """An item that only another server knows, from a session that began there; its members are in `model_extra`."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: Annotated[str, Field(max_length=200)]
+
+
 _ITEMS = {
     "message": "message item",
     "function_call": "function_call item",
@@ -107,7 +115,7 @@ def _type_of(value: Any) -> str | None:
 
 
 def _item_tag(value: Any) -> str | None:
-    return _ITEMS.get(_type_of(value) or "message")
+    return _ITEMS.get(_type_of(value) or "message", "other item")
 
 
 Item = Annotated[
@@ -116,7 +124,8 @@ Item = Annotated[
     | Annotated[CustomCallItem, Tag("custom_tool_call item")]
     | Annotated[CallOutputItem, Tag("output item")]
     | Annotated[ReasoningItem, Tag("reasoning item")]
-    | Annotated[ReferenceItem, Tag("item_reference item")],
+    | Annotated[ReferenceItem, Tag("item_reference item")]
+    | Annotated[OtherItem, Tag("other item")],
     Discriminator(_item_tag),
 ]
 ITEM: TypeAdapter[Item] = TypeAdapter(Item)
@@ -260,7 +269,6 @@ _Check = Callable[[Any], str | None]
 
 def validated_body(body: dict[str, Any]) -> ResponsesBody:
     """The body with its types and ranges checked. Raises BadRequest, which names the field."""
-    _check_kinds(body, "input", _item_tag, "items are not supported")
     _check_kinds(
         body, "tools", _tool_tag,
         "tools are not supported: what a server would run, or what only OpenAI's models know, is not here. "

@@ -7,8 +7,17 @@ from omlx.api.chat import ImagePart
 from omlx.api.custom_tools import custom_arguments
 from omlx.api.openai_content import PartKinds, content_of, text_of
 from omlx.api.openai_tools import past_call, with_names
-from omlx.api.responses.body import CallItem, CallOutputItem, CustomCallItem, Item, MessageItem, ReasoningItem
+from omlx.api.responses.body import (
+    CallItem,
+    CallOutputItem,
+    CustomCallItem,
+    Item,
+    MessageItem,
+    OtherItem,
+    ReasoningItem,
+)
 from omlx.api.responses.tools import name_in_prompt
+from omlx.api.tool_content import brought_line, result_content
 
 PARTS = PartKinds(
     {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"},
@@ -61,10 +70,30 @@ class Conversation:
             case CustomCallItem():
                 self._call(item, custom_arguments(item.input))
             case CallOutputItem():
-                content = text_of(item.output or "", f"{place}.output", PARTS)
+                content = result_content(item.output, f"{place}.output", self.images)
                 self._append({"role": "tool", "content": content, "tool_call_id": item.call_id})
+            case OtherItem():
+                self._brought(item, place)
             case _:
                 raise AssertionError("references are looked up before")
+
+    def _brought(self, item: OtherItem, place: str) -> None:
+        """What a client ran for another server is a call and its result, the rest a line of the answer, or nothing."""
+        given = {"type": item.type, **(item.model_extra or {})}
+        call_id, output = given.get("call_id") or given.get("id"), given.get("output")
+        named = isinstance(call_id, str) and 0 < len(call_id) <= 200
+        if item.type.endswith("_call_output"):
+            content = result_content(output if isinstance(output, str | list) else [output], place, self.images)
+            self._append({"role": "tool", "content": content} | ({"tool_call_id": call_id} if named else {}))
+        elif named and ("call_id" in given or item.type == "mcp_call"):
+            members = [given[name] for name in ("action", "operation", "arguments", "input") if given.get(name)]
+            arguments = members[0] if members and isinstance(members[0], str | dict) else {}
+            name = given["name"] if isinstance(given.get("name"), str) else item.type.removesuffix("_call")
+            self._answer(_CALLS).setdefault("tool_calls", []).append(past_call(call_id, name[:200], arguments))
+            if item.type == "mcp_call" and isinstance(output, str):
+                self._append({"role": "tool", "content": output, "tool_call_id": call_id})
+        elif text := brought_line(given):
+            self._answer(_TEXT)["content"] = text
 
     def _said(self, item: MessageItem, place: str) -> dict[str, Any]:
         if item.role == "user":

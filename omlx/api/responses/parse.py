@@ -155,7 +155,8 @@ def _kept(given: _Given) -> Json:
     raw, item = given.raw, given.item
     kind = item.type or "message"
     name = raw.get("id")
-    head: Json = {"id": name if isinstance(name, str) and 0 < len(name) <= 200 else new_id(_ITEM_PREFIXES[kind])}
+    prefix = _ITEM_PREFIXES.get(kind, "item")
+    head: Json = {"id": name if isinstance(name, str) and 0 < len(name) <= 200 else new_id(prefix)}
     head |= {"type": kind, "status": "completed"}
     if isinstance(item, MessageItem) and isinstance(item.content, str):
         part: Json = {"type": "input_text", "text": item.content}
