@@ -66,7 +66,7 @@ def _of_output(output: OutputFormat | None, form: AnswerFormat, tokenizer: Any) 
     if output is None:
         return None
     if form.thought is None and output.kind == "grammar":
-        return GrammarSpec("lark", output.text)
+        return grammars.lark(output.text)
     if form.thought is not None or output.kind in ("choice", "regex", "grammar"):
         grammar = _Grammar(tokenizer, form)
         grammar.start(grammar.output(output))
@@ -83,7 +83,7 @@ def _rule(output: OutputFormat) -> str:
     if output.kind == "regex":
         return grammars.regex_rule(output.text)
     if output.kind == "grammar":
-        return f"%lark {{\n{output.text}\n}}"
+        return grammars.lark_rule(output.text)
     return grammars.json_rule(_schema(output), strict=output.strict)
 
 
@@ -147,9 +147,11 @@ class _Grammar:
         self._form = form
         self._rules = [_SPACE, _TEXT]
         self._start = ""
+        self._unforced = False  # holds a client's own patterns
 
     def text(self) -> str:
-        return "\n".join([self._start, *self._rules]) + "\n"
+        written = "\n".join([self._start, *self._rules]) + "\n"
+        return grammars.unforced(written) if self._unforced else written
 
     def start(self, answer: str) -> None:
         """`answer` is all there is, but for reasoning before it and what begins the text."""
@@ -158,6 +160,7 @@ class _Grammar:
 
     def output(self, output: OutputFormat) -> str:
         self._rules.append(f"output: {_rule(output)}")
+        self._unforced = self._unforced or output.kind in ("regex", "grammar")
         return "output"
 
     def calls(self, syntax: CallSyntax, tools: Sequence[dict[str, Any]], choice: ToolChoice) -> str:

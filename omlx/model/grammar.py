@@ -7,6 +7,7 @@ same one. Each request has a state of it, which follows the tokens of its answer
 import asyncio
 import copy
 import json
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Collection
@@ -36,6 +37,11 @@ _TRIALS_AT_ONCE = 16  # threads that wait for processes
 # One blank or one line break with its indentation, where JSON has white space: models go astray in endless blanks.
 _WHITE_SPACE = r"( |\r?\n[ \t]{0,40})"
 
+# Where only one text is possible, llguidance allows only the tokens that its tokenizer makes of it. With this it does not.
+_UNFORCED = '%llguidance {"no_forcing": true}\n'
+# What of a grammar may hold a brace that closes nothing.
+_LARK_PIECE = re.compile(r'"(?:\\.|[^"\\])*"|/(?!/)(?:\\.|[^/\\])+/|(?://|#)[^\n]*|[{}]', re.DOTALL)
+
 # Tries a grammar: what does not end within these bounds is refused, before it gets into a thread of this process.
 _TRIALS = WorkerPool("omlx.model.grammar_worker", cpu_s=3, memory=768 << 20)
 
@@ -56,6 +62,27 @@ def regex_rule(pattern: str) -> str:
     document = json.loads(LLMatcher.grammar_from_regex(pattern))
     written: str = document["grammars"][0]["lark_grammar"]
     return written.removeprefix("start: ")
+
+
+def lark(text: str) -> GrammarSpec:
+    """A client's grammar as the whole answer."""
+    return GrammarSpec("lark", unforced(text))
+
+
+def lark_rule(text: str) -> str:
+    """A client's grammar as an expression of another one. Raises BadRequest for one that would end too early in it."""
+    depth = 0
+    for piece in _LARK_PIECE.finditer(text):
+        depth += {"{": 1, "}": -1}.get(piece[0], 0)
+        if depth < 0:
+            line = text.count("\n", 0, piece.start()) + 1
+            raise BadRequest(f"line {line} of the grammar: }} without {{")
+    return f"%lark {{\n{text}\n}}"
+
+
+def unforced(text: str) -> str:
+    """A Lark grammar in which a client's patterns may spell the text of an end token, in whatever way it is escaped."""
+    return _UNFORCED + text
 
 
 def json_object() -> GrammarSpec:
@@ -162,13 +189,13 @@ class Grammars:
     def _lark(self, spec: GrammarSpec) -> str:
         """The grammar as Lark.
 
-        Where only one text is possible, llguidance allows only the tokens that its tokenizer makes of it. A text in
-        which an end token is spelled has to be possible without that token, since it would end the answer.
+        A text in which an end token is spelled has to be possible without that token, since it would end the answer.
+        What a pattern spells is not looked for: there are too many ways to write it.
         """
         written = _written(spec)
         ends = [self._tokenizer.decode([token]) for token in self._eos_token_ids]
         spelled = [text for text in ends if text and (text in written or json.dumps(text)[1:-1] in written)]
-        return f'%llguidance {{"no_forcing": true}}\n{written}' if spelled else written
+        return unforced(written) if spelled or '"pattern' in written else written
 
     def _tried(self, matcher: LLMatcher) -> str:
         """Why no answer can begin, "" if one can: some grammars are too complex from their first bracket on."""

@@ -125,6 +125,39 @@ def test_other_endpoints_refuse_them(app, path: str, name: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "good", "bad"),
+    [
+        ('%ignore / +/\nstart: "a" "b"', ["ab", "a  b"], ["b", "ab c"]),
+        ('start: "a" "b"\n%ignore / +/', ["ab", "a  b"], ["b"]),
+        ("%import common.INT\nstart: INT", ["17"], ["x", ""]),
+        ('start: %json {"enum": ["}", "{"]}', ['"}"', '"{"'], ["}"]),
+        ('start: "a}b" /}/ // }\n', ["a}b}"], ["a}b"]),
+        ('start: x\nx: %lark {\nstart: "c}"\n}', ["c}"], ["c"]),
+        ('%llguidance {"no_forcing": true}\nstart: "a"', ["a"], ["b"]),
+        ('# }\nstart: "a"', ["a"], ["b"]),
+    ],
+)
+def test_a_grammar_means_the_same_inside_another_one(text: str, good: list[str], bad: list[str]) -> None:
+    output = OutputFormat("grammar", text=text)
+    model = Model(tokens=True)
+    alone, _ = model.constrained(tools=(), output=output)
+    beside, _ = model.constrained(output=output)
+    thinker = Model(thinks=True, tokens=True)
+    behind, _ = thinker.constrained(tools=(), output=output)
+    for answers, taken in ((good, True), (bad, False)):
+        for answer in answers:
+            assert model.takes(alone, answer) is taken and model.takes(beside, answer) is taken
+            assert thinker.takes(behind, f"<think>so</think>{answer}") is taken
+
+
+@pytest.mark.parametrize("text", ['start: "a"\n}\nmore: "b"\nlast: %lark {\nstart: "q"', 'start: "a" }'])
+def test_a_grammar_that_closes_the_one_around_it_is_refused(text: str) -> None:
+    for model, tools in ((Model(thinks=True), ()), (Model(), (TOOL,))):
+        with pytest.raises(BadRequest, match=r"line \d of the grammar: } without {"):
+            model.constrained(tools=tools, output=OutputFormat("grammar", text=text))
+
+
+@pytest.mark.parametrize(
     ("output", "answer"),
     [
         (OutputFormat("choice", choices=tuple(WORDS)), WORDS[2]),

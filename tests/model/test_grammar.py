@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import string
 import threading
 from typing import Any
@@ -315,13 +316,21 @@ async def test_a_token_that_ends_the_answer_never_comes_inside_it(mark):
     tokenizer = with_marks("", [mark])
     end = tokenizer.get_added_vocab()[mark]
     grammars = Grammars(tokenizer, len(tokenizer), {end})
-    compiled = await grammars.compile(grammar.json_schema({"const": f"a{mark}"}, strict=True))
-    constraint = Constraint(compiled, 0, frozenset({end}))
-    answer = [token for char in f'"a{mark}"' for token in tokenizer.encode(char)]
-    for length in range(len(answer) + 1):
-        row = constraint(mx.array(answer[:length], dtype=mx.int32), mx.zeros((1, len(tokenizer))))[0]
-        assert (row[end].item() == 0) is (length == len(answer))
-        assert length == len(answer) or row[answer[length]].item() == 0
+    escaped = re.escape(f"a{mark}")
+    coded = "a" + "".join(f"\\x{{{ord(char):X}}}" for char in mark)
+    schemas = [{"const": f"a{mark}"}, {"type": "string", "pattern": f"^{escaped}$"}]
+    specs = [(grammar.json_schema(schema, strict=True), f'"a{mark}"') for schema in schemas]
+    for pattern in (escaped, coded, f"a({re.escape(mark)})"):
+        specs.append((grammar.lark("start: " + grammar.regex_rule(pattern)), f"a{mark}"))
+        specs.append((grammar.lark(f"start: out\nout: {grammar.lark_rule(f'start: /{pattern}/')}"), f"a{mark}"))
+    for spec, text in specs:
+        constraint = Constraint(await grammars.compile(spec), 0, frozenset({end}))
+        answer = [token for char in text for token in tokenizer.encode(char)]
+        for length in range(len(answer) + 1):
+            row = constraint(mx.array(answer[:length], dtype=mx.int32), mx.zeros((1, len(tokenizer))))[0]
+            assert (row[end].item() == 0) is (length == len(answer)), spec
+            assert length == len(answer) or row[answer[length]].item() == 0, spec
+            assert not constraint.error
 
 
 async def test_a_tokenizer_without_a_fast_form_or_an_end_is_refused(loaded):
