@@ -37,7 +37,7 @@ _TRIALS_AT_ONCE = 16  # threads that wait for processes
 # One blank or one line break with its indentation, where JSON has white space: models go astray in endless blanks.
 _WHITE_SPACE = r"( |\r?\n[ \t]{0,40})"
 
-# Where only one text is possible, llguidance allows only the tokens that its tokenizer makes of it. With this it does not.
+# Where only one text is possible, llguidance allows only the tokens that its tokenizer makes of it. This allows all.
 _UNFORCED = '%llguidance {"no_forcing": true}\n'
 # What of a grammar may hold a brace that closes nothing.
 _LARK_PIECE = re.compile(r'"(?:\\.|[^"\\])*"|/(?!/)(?:\\.|[^/\\])+/|(?://|#)[^\n]*|[{}]', re.DOTALL)
