@@ -262,6 +262,7 @@ async def _model_body(pool: EnginePool, model: ServedModel, name: str) -> dict[s
     except OSError:
         created = 0
     body = openai.model_body(name, created, context_length) | {"kind": model.kind}
+    body["status"] = "loaded" if model.loaded else "loading" if model.name in pool.loading() else "not loaded"
     if name != model.name:
         body |= {"root": model.name}
     return body | ({"note": model.note} if model.note else {})

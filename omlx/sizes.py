@@ -15,7 +15,7 @@ GB = 1024**3
 _UNITS = {"B": 1, "K": 1024, "M": 1024**2, "G": GB, "T": 1024**4}
 _SIZE = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?) *(?P<unit>%|[KMGT](?:I?B)?|B)?", re.IGNORECASE)
 _LONGEST = 40  # characters; a longer text is no size, and its digits need not be counted
-_LEAST_BARE = 1024**2  # a smaller number in a text without a unit is most likely meant as GB or MB
+_LIKELY_BYTES = 1024**2  # a smaller number is most likely meant as GB or MB
 _LARGEST = 2**63 - 1  # what files and SQLite can count
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 _DURATION = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?) *(?P<unit>[smhdw])?", re.IGNORECASE)
@@ -24,12 +24,11 @@ _CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory
 
 
 def parse_size(text: str | int, *, percent_of: int | None = None) -> int:
-    """Bytes of a size such as "200GB", "1.5 GiB", "512mb", "20%", "4194304" or 4096.
+    """Bytes of a size such as "200GB", "1.5 GiB", "512mb", "4096B", "20%" or 4096.
 
     GB and GiB are both 1024**3. A percentage (0 to 100) needs `percent_of`, the bytes it is
-    of. Exact arithmetic; a fraction of a byte is dropped. An int is bytes; a text without a unit
-    is too, but is refused below 1 MB, unless it is 0. Raises ValueError, one line that
-    begins with the text in quotes.
+    of. Exact arithmetic; a fraction of a byte is dropped. An int is bytes; a text needs a unit, unless it is 0. Raises
+    ValueError, one line that begins with the text in quotes.
     """
     shown = quoted(text)
     plain = str(text).strip()
@@ -39,11 +38,12 @@ def parse_size(text: str | int, *, percent_of: int | None = None) -> int:
     number, unit = Fraction(match["number"]), (match["unit"] or "").upper()
     if unit == "%":
         return int(_percent(number, percent_of, shown))
+    if isinstance(text, str) and not unit and number:
+        likely = f"{plain}GB or {plain}MB" if number < _LIKELY_BYTES else f"{plain}B if that many bytes are meant"
+        raise ValueError(f"{shown} has no unit; write {likely}")
     if not unit and number.denominator != 1:
         raise ValueError(f"{shown} is not a whole number of bytes (examples: 1.5GB, 512MB)")
     size = int(number * _UNITS[unit[:1] or "B"])
-    if isinstance(text, str) and not unit and 0 < size < _LEAST_BARE:
-        raise ValueError(f"{shown} has no unit; write {size}GB, {size}MB, or {size}B for bytes")
     if size > _LARGEST:
         raise ValueError(f"{shown} is too large")
     return size

@@ -25,8 +25,8 @@ from omlx.settings import (
 )
 from omlx.sizes import GB, total_disk, total_memory
 
-BAD_SIZES = ["-1", "1e3", "", "5 apples", "200%", "0.5"]
-GOOD_SIZES = {"200GB": 200 * GB, "200gb": 200 * GB, "1.5 GiB": 3 * GB // 2, "0": 0, "0GB": 0, "4194304": 4194304}
+BAD_SIZES = ["-1", "1e3", "", "5 apples", "200%", "0.5", "4", "4194304"]
+GOOD_SIZES = {"200GB": 200 * GB, "200gb": 200 * GB, "1.5 GiB": 3 * GB // 2, "0": 0, "0GB": 0, "4194304B": 4194304}
 
 
 @pytest.fixture
@@ -179,7 +179,7 @@ def test_the_refusal_reads_as_documented(env: dict[str, str]) -> None:
 
 
 def test_a_small_number_without_a_unit_is_refused_from_every_source(env: dict[str, str]) -> None:
-    said = '"4" has no unit; write 4GB, 4MB, or 4B for bytes'
+    said = '"4" has no unit; write 4GB or 4MB'
     with pytest.raises(SettingError, match=f"--hot-cache-max-size {said}"):
         Settings.load({"hot_cache_max_size": "4"}, env)
     with pytest.raises(SettingError, match=said):
@@ -191,9 +191,12 @@ def test_a_small_number_without_a_unit_is_refused_from_every_source(env: dict[st
 
 
 def test_a_number_in_the_file_gets_the_verdict_of_its_text(env: dict[str, str]) -> None:
-    write_file(env, '{"hot_cache_max_size": 4194304, "max_stall": 1.5}')
+    write_file(env, '{"port": 4194, "max_stall": 1.5}')
     settings = Settings.load({}, env)
-    assert (settings.hot_cache_max_size, settings.max_stall_s) == (4194304, 1.5)
+    assert (settings.port, settings.max_stall_s) == (4194, 1.5)
+    write_file(env, '{"hot_cache_max_size": 4194304}')
+    with pytest.raises(SettingError, match='"4194304" has no unit; write 4194304B'):
+        Settings.load({}, env)
     write_file(env, '{"hot_cache_max_size": 1e3}')
     with pytest.raises(SettingError, match='"1e3" is not a size'):
         Settings.load({}, env)

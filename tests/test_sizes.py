@@ -34,7 +34,7 @@ from tests.storage.children import become_nobody, open_folder, run_in_child
         ("10B", 10),
         ("0", 0),
         ("0GB", 0),
-        ("4194304", 4194304),
+        ("4194304B", 4194304),
         (4096, 4096),
         (" 1GB ", GB),
         ("0.1GB", GB // 10),
@@ -63,9 +63,13 @@ def test_values_of_other_types_are_refused(value: object) -> None:
         parse_size(value)  # type: ignore[arg-type]
 
 
-def test_a_fraction_needs_a_unit() -> None:
-    with pytest.raises(ValueError, match=r'"0\.5" is not a whole number of bytes'):
-        parse_size("0.5")
+@pytest.mark.parametrize(
+    ("text", "likely"),
+    [("4", "4GB or 4MB"), ("0.5", "0.5GB or 0.5MB"), ("4194304", "4194304B if that many bytes are meant")],
+)
+def test_a_text_needs_a_unit(text: str, likely: str) -> None:
+    with pytest.raises(ValueError, match=f'^"{text}" has no unit; write {likely}$'):
+        parse_size(text)
 
 
 def test_a_size_that_no_file_can_have_is_refused() -> None:
@@ -118,7 +122,7 @@ def test_a_shown_size_reads_back_to_within_its_last_digit(size: int) -> None:
 
 @given(st.integers(min_value=2**20, max_value=2**63 - 1))
 def test_plain_bytes_are_exact(size: int) -> None:
-    assert parse_size(str(size)) == size
+    assert parse_size(f"{size}B") == size
 
 
 def test_memory_is_the_limit_of_the_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

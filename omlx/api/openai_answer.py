@@ -87,6 +87,7 @@ class ModelAnswer(BaseModel):
     created: int
     owned_by: str
     kind: Literal["text", "vision", "embedding", "rerank"]
+    status: Literal["loaded", "loading", "not loaded"]
     note: str | None = None
     type: Literal["model"]
     display_name: str

@@ -91,6 +91,10 @@ class MLXThread:
         """Steps `worker` whenever it has work. Called on this thread."""
         self._workers.append(worker)
 
+    def detach(self, worker: Worker) -> None:
+        """Steps `worker` no more. Called on this thread."""
+        self._workers.remove(worker)
+
     def stop(self, timeout_s: float) -> bool:
         """Aborts all requests, stores what they computed, ends the thread. True if it ended in time."""
         atexit.unregister(self.stop)

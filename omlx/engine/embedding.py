@@ -22,8 +22,9 @@ from omlx.engine.core import MLXThread
 from omlx.engine.loading import ModelLoader
 from omlx.errors import EngineError, OmlxError, Overloaded
 from omlx.metrics import ChunkTime
-from omlx.model.encoder import Encoder, Vectors, load_encoder
+from omlx.model.encoder import Encoder, Vectors, encoder_steps
 from omlx.model.model_kind import ModelKind
+from omlx.model.steps import Steps
 from omlx.request import EncoderInput, Text
 from omlx.scheduler import SchedulerConfig
 
@@ -279,10 +280,10 @@ class Embedders:
             await self._loader.load(name, [path], lambda: self._load(name, path), keep)
         return self._loaded[name]
 
-    def _load(self, name: str, path: Path) -> EmbeddingEngine:
+    def _load(self, name: str, path: Path) -> Steps[EmbeddingEngine]:
         """On the MLX thread."""
         started = time.monotonic()
-        encoder = load_encoder(path, name)
+        encoder = yield from encoder_steps(path, name, self._loader.progress_of(name))
         scheduler = EncodeScheduler(encoder.run, self._config.max_stall_s)
         most = self._config.max_concurrent_requests + self._config.max_waiting_requests
         engine = EmbeddingEngine(encoder, scheduler, self._thread, most)

@@ -38,6 +38,7 @@ from omlx.model.model_kind import WRITERS, ModelKind, ModelUse, model_use
 from omlx.model.options import ModelOptions
 from omlx.model.progress import folder_bytes
 from omlx.model.runner import TextRunner, numerics
+from omlx.model.steps import Steps
 from omlx.model.vlm_loader import VisionModel, load_any
 from omlx.model.vlm_runner import VLMRunner, vision_numerics
 from omlx.request import ImageStart
@@ -418,11 +419,12 @@ class EnginePool:
         await asyncio.to_thread(tiers.store.settle, _FORGET_WITHIN_S)
         return done
 
-    def _load(self, served: ServedModel) -> _Loaded:
-        """Builds a model's whole stack; runs on the MLX thread."""
+    def _load(self, served: ServedModel) -> Steps[_Loaded]:
+        """Builds a model's whole stack, in steps; runs on the MLX thread."""
+        log.info("model %s: loading from %s", served.name, served.path)
         started = time.monotonic()
         progress = self._loader.progress_of(served.name)
-        model = load_any(served.path, served.name, self._adapter, hashes_folder(self._home), progress)
+        model = yield from load_any(served.path, served.name, self._adapter, hashes_folder(self._home), progress)
         if isinstance(model, VisionModel):
             model = model._replace(loaded=self._with_options(model.loaded))
         else:
@@ -430,7 +432,11 @@ class EnginePool:
         vision, bits = isinstance(model, VisionModel), self.config.kv_bits
         # On a CPU such passes are the faster ones, too.
         exact = self.config.exact != "off" or mx.default_device() == mx.cpu
-        runner = VLMRunner(model, bits) if isinstance(model, VisionModel) else TextRunner(model, bits, exact=exact)
+        if isinstance(model, VisionModel):
+            runner: TextRunner = VLMRunner(model, bits, tried=False)
+        else:
+            runner = TextRunner(model, bits, exact=exact, tried=False)
+        yield from runner.tries()
         config = self._config_for(runner)
         tiers = self._cache_stack(runner, vision, config)
         try:

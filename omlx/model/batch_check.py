@@ -16,6 +16,7 @@ from omlx.arrays import DTYPES
 from omlx.cache import layer_state
 from omlx.cache.layer_state import CacheLayout, Uncacheable
 from omlx.model.decode_batch import DecodeBatch, DecodeFailure, DecodeOutput, DecodeRow
+from omlx.model.steps import Steps
 
 # Families whose error takes texts of thousands of tokens to show, or is as small as 16-bit rounding in short ones.
 _NEVER_IN_BATCHES = {
@@ -53,22 +54,26 @@ class BatchCheck(NamedTuple):
     strict_because: str | None
 
 
-def check_batches(runner: Probed, model_type: str) -> BatchCheck:
+def check_batches(runner: Probed, model_type: str) -> Steps[BatchCheck]:
     """Decodes rows together and alone, and computes a prompt in one pass and in two; nine short passes in all."""
-    rows = [_row(runner, (length,)) for length in (_SHORT, _long(runner.layout))]
+    rows = []
+    for length in (_SHORT, _long(runner.layout)):
+        rows.append(_row(runner, (length,)))
+        yield None
+    # 2 and 3 rows together, and as many as there are KV heads: where rows and heads are mixed up, equal numbers hide
+    # the error. Rows that are decoded alone anyway give no batches.
+    together = []
+    for count in sorted({2, 3, _kv_heads(runner.layout)}) if layer_state.batchable(rows[0].caches) else ():
+        together.append(_decode(runner, rows, count))
+        yield None
     # A batch copies the rows' caches, decoding alone changes them: that comes last.
-    together = _batches(runner, rows) if layer_state.batchable(rows[0].caches) else []
     alone = [_alone(runner, row) for row in rows]
+    yield None
     limit = _tolerance(runner.layout, alone[0])
     reason = _NEVER_IN_BATCHES.get(model_type) or _why_alone(together, alone, limit)
     strict = _NEVER_CUT.get(model_type) or _why_strict(runner, alone[-1], limit)
+    yield None
     return BatchCheck(reason, strict)
-
-
-def _batches(runner: Probed, rows: Sequence[DecodeRow]) -> list[list[DecodeOutput | DecodeFailure]]:
-    """2 and 3 rows together, and as many as there are KV heads: where rows and heads are mixed up, equal numbers hide
-    the error. Rows that are decoded alone anyway give no batches."""
-    return [_decode(runner, rows, count) for count in sorted({2, 3, _kv_heads(runner.layout)})]
 
 
 def _why_alone(

@@ -23,6 +23,8 @@ from omlx.model.foreign import refusing
 from omlx.model.json_file import read_json
 from omlx.model.loader import as_float32
 from omlx.model.model_kind import POOLING_CONFIG, ModelKind, missing_layer, model_kind, trained_length
+from omlx.model.progress import Progress, silent
+from omlx.model.steps import Steps, elsewhere, evaluate, finish
 from omlx.model.weights import WeightFile, only_these_weights, read_weight_files
 from omlx.request import EncoderInput, Text
 
@@ -103,6 +105,11 @@ def load_encoder(path: Path, name: str | None = None) -> Encoder:
 
     As float32 on the CPU, like every model. Nothing in the folder is ever executed. Raises ModelError, in one line.
     """
+    return finish(encoder_steps(path, name))
+
+
+def encoder_steps(path: Path, name: str | None = None, progress: Progress = silent) -> Steps[Encoder]:
+    """`load_encoder` in steps."""
     check_folder(path)
     config, kind = read_config(path), model_kind(path)
     check_files(path)
@@ -110,9 +117,9 @@ def load_encoder(path: Path, name: str | None = None) -> Encoder:
     if layer := missing_layer(path):
         raise ModelError(f"{path}: its vectors pass a layer {layer!r} that has no model.safetensors")
     with refusing(path):
-        whole = _tokenizer(path)
+        whole = yield from elsewhere(_tokenizer, path)
         length = _context_length(path, config)
-        model = _load(path, files, kind)
+        model = yield from _load(path, files, kind, progress)
         encoder = Encoder(
             name=name or path.name, kind=kind, context_length=length, vocab_size=int(config.get("vocab_size", 0)),
             dimensions=0, _pad=int(config.get("pad_token_id") or 0), _forward=partial(_forward, model, kind),
@@ -134,14 +141,14 @@ def _forward(model: nn.Module, kind: ModelKind, ids: mx.array, attention_mask: m
     return model(ids, attention_mask=attention_mask).text_embeds
 
 
-def _load(path: Path, files: list[WeightFile], kind: ModelKind) -> nn.Module:
+def _load(path: Path, files: list[WeightFile], kind: ModelKind, progress: Progress) -> Steps[nn.Module]:
     family = "reranker_loader:load_sequence_classification_model"
     load = _mlx_vlm(family if kind == "rerank" else "embedding_loader:load_embedding_model")
     with only_these_weights(path, files) as view, refusing(path, str(view)):
         model = load(view, lazy=True)
         if mx.default_device() == mx.cpu:
             model = as_float32(model)
-        mx.eval(model.parameters())
+        yield from evaluate(model, progress)
         if kind == "embedding":
             model.pooling_config = _pooling(path)
     return model

@@ -24,6 +24,7 @@ import numpy as np
 from mlx_lm.models import base
 
 from omlx.cache.layer_state import CacheLayout, Uncacheable
+from omlx.model.steps import Steps
 
 KEY_BLOCK = 256
 MULTIPLICATIONS = 1_000_001
@@ -83,7 +84,7 @@ class Tried(Protocol):
     def prefill_logits(self, tokens: Sequence[int], caches: list[Any]) -> mx.array: ...
 
 
-def cut_anywhere(runner: Tried, passes: InvariantPasses) -> bool:
+def cut_anywhere(runner: Tried, passes: InvariantPasses) -> Steps[bool]:
     """Whether the runner's passes, which `passes` is used for, give equal bits wherever a text is cut.
 
     Every layer that keeps keys has to use the attention above: another one may differ in long texts only. What else
@@ -96,25 +97,28 @@ def cut_anywhere(runner: Tried, passes: InvariantPasses) -> bool:
     keeping = len({part.name.partition(".")[0] for part in parts})
     count = max([_TRIED, *(group.size + 8 for group in layout.windows if group.size <= _MOST_WINDOW)])
     before = passes.attentions
-    equal = _equal(runner, count)
+    equal = yield from _equal(runner, count)
     if not equal or passes.attentions - before < _PASSES * keeping:
         return False
-    return not layout.states or _equal(runner, _TRIED_RECURRENT)
+    return not layout.states or (yield from _equal(runner, _TRIED_RECURRENT))
 
 
-def _equal(runner: Tried, count: int) -> bool:
+def _equal(runner: Tried, count: int) -> Steps[bool]:
     """Whether `count` tokens give the same logits in one pass and in several."""
     tokens = [(7 * i + 1) % runner.vocab_size for i in range(count)]
     parts = [1, count // 2 + 1, count - 1, count]
-    return np.array_equal(_logits(runner, tokens, parts), _logits(runner, tokens, [count]))
+    in_parts = yield from _logits(runner, tokens, parts)
+    whole = yield from _logits(runner, tokens, [count])
+    return np.array_equal(in_parts, whole)
 
 
-def _logits(runner: Tried, tokens: Sequence[int], ends: Sequence[int]) -> Any:
+def _logits(runner: Tried, tokens: Sequence[int], ends: Sequence[int]) -> Steps[Any]:
     """The logits (tokens, vocabulary) after each token, computed in passes that end at `ends`."""
     caches, start, found = runner.new_cache(), 0, []
     for end in ends:
         found.append(np.array(runner.prefill_logits(tokens[start:end], caches).astype(mx.float32)))
         start = end
+        yield None
     return np.concatenate(found)
 
 

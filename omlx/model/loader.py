@@ -35,6 +35,7 @@ from omlx.model.foreign import refusing
 from omlx.model.generation_config import end_tokens, read_generation_config
 from omlx.model.json_file import read_object
 from omlx.model.progress import Progress, silent
+from omlx.model.steps import Steps, elsewhere, evaluate, finish
 from omlx.model.template_files import read_templates
 from omlx.model.weights import WeightFile, only_these_weights, read_weight_files
 
@@ -86,13 +87,25 @@ def load(
     precision kernels are far slower there. Nothing in the folder is ever executed. `records` and `progress` are those
     of WeightHashes. Raises ModelError, in one line, for a folder that cannot be used.
     """
+    return finish(load_steps(path, name, adapter_path, records, progress))
+
+
+def load_steps(
+    path: Path,
+    name: str | None = None,
+    adapter_path: Path | None = None,
+    records: Path | None = None,
+    progress: Progress = silent,
+) -> Steps[LoadedModel]:
+    """`load` in steps, for the MLX thread."""
     path = path.expanduser()
-    files = check_loadable(path)
-    adapter = None if adapter_path is None else read_adapter(adapter_path.expanduser())
+    files = yield from elsewhere(check_loadable, path)
+    adapter = None if adapter_path is None else (yield from elsewhere(read_adapter, adapter_path.expanduser()))
     name = name or path.name
     with WeightHashes([*files, *([adapter.weights] if adapter else [])], records, progress, name) as hashes:
-        model, config = _load_weights(path, files, adapter)
-        return assembled(name, path, model, config, partial(fingerprint, path, files, adapter, hashes))
+        model, config = yield from _load_weights(path, files, adapter, progress)
+        weights_fingerprint = partial(fingerprint, path, files, adapter, hashes)
+        return (yield from assembled(name, path, model, config, weights_fingerprint))
 
 
 def assembled(
@@ -101,17 +114,17 @@ def assembled(
     model: nn.Module,
     config: dict[str, Any],
     weights_fingerprint: Callable[[], bytes],
-) -> LoadedModel:
+) -> Steps[LoadedModel]:
     """A model with its tokenizer, and what its folder says of it.
 
     `weights_fingerprint` may have to wait; it is called last. Raises ModelError.
     """
-    templates = read_templates(path, name)
-    options = {} if templates is None else {"chat_template": templates}
-    generation = read_generation_config(path, name)
-    tokenizer = _load_tokenizer(path, name, _end_tokens(path, name, config) | generation.eos_token_ids, options)
+    generation = yield from elsewhere(read_generation_config, path, name)
+    ends = _end_tokens(path, name, config) | generation.eos_token_ids
+    tokenizer = yield from elsewhere(_load_tokenizer, path, name, ends)
     with refusing(path):
         length = _context_length(model, config, tokenizer)
+    named = yield from elsewhere(weights_fingerprint)
     return LoadedModel(
         name=name,
         path=path,
@@ -123,7 +136,7 @@ def assembled(
         vocab_size=_vocab_size(config, tokenizer),
         eos_token_ids=frozenset(int(token) for token in tokenizer.eos_token_ids),
         dtype=_main_dtype(model),
-        fingerprint=weights_fingerprint(),
+        fingerprint=named,
         sampling_defaults=generation.sampling,
     )
 
@@ -139,7 +152,9 @@ def check_loadable(path: Path) -> list[WeightFile]:
     return files
 
 
-def _load_weights(path: Path, files: list[WeightFile], adapter: Adapter | None) -> tuple[nn.Module, dict[str, Any]]:
+def _load_weights(
+    path: Path, files: list[WeightFile], adapter: Adapter | None, progress: Progress
+) -> Steps[tuple[nn.Module, dict[str, Any]]]:
     """Lazily up to the end, so that quantised weights can be freed while float32 ones are made."""
     with only_these_weights(path, files) as view:
         with refusing(path, str(view)):
@@ -149,7 +164,7 @@ def _load_weights(path: Path, files: list[WeightFile], adapter: Adapter | None) 
         with refusing(path if adapter is None else adapter.path, str(view)):
             if adapter is not None:
                 model = _with_adapter(model, adapter)
-            mx.eval(model.parameters())
+            yield from evaluate(model, progress)
     return model, config
 
 
@@ -187,7 +202,7 @@ def _end_tokens(path: Path, name: str, config: dict[str, Any]) -> frozenset[int]
     return ends
 
 
-def _load_tokenizer(path: Path, name: str, ends: frozenset[int], options: dict[str, Any]) -> TokenizerWrapper:
+def _load_tokenizer(path: Path, name: str, ends: frozenset[int]) -> TokenizerWrapper:
     """A tokenizer whose `eos_token_ids` are `ends`, its own, and the one that ends a turn in its chat template.
 
     trust_remote_code is given as False because transformers would otherwise ask on the terminal."""
@@ -195,7 +210,8 @@ def _load_tokenizer(path: Path, name: str, ends: frozenset[int], options: dict[s
     if _has_own_code(path):
         subject = f"{path}: tokenizer: it needs its own code, which omlx never runs"
     with only_these_weights(path, []) as view, refusing(subject, str(view)):
-        options = {"trust_remote_code": False} | options
+        templates = read_templates(path, name)
+        options = {"trust_remote_code": False} | ({} if templates is None else {"chat_template": templates})
         tokenizer = load_tokenizer(view, options, eos_token_ids=sorted(ends) or None)
         for text in _PROBES:
             # A damaged one panics (no Exception) at a text; that it refuses some texts is said to who sends them.

@@ -15,6 +15,7 @@ from omlx.errors import ModelError
 from omlx.model.batch_check import check_batches
 from omlx.model.invariance import InvariantPasses, cut_anywhere
 from omlx.model.loader import LoadedModel
+from omlx.model.steps import Steps, finish
 from omlx.request import PromptVision
 
 _GROUPS = (64, 32)  # values that share a scale, the first one that the heads allow
@@ -67,13 +68,20 @@ class TextRunner:
     be.
 
     `strict_because`: why the model's prompts must be cut in the same places always; None if it makes no difference.
-    With `exact` prefill gives equal bits wherever it is cut, if the model can do that (`cut_anywhere`).
+    With `exact` prefill gives equal bits wherever it is cut, if the model can do that (`cut_anywhere`). What it can do
+    is tried with short passes: at once, or by `tries` if not `tried`.
     """
 
     takes_rope_deltas = False
 
     def __init__(
-        self, loaded: LoadedModel, kv_bits: int | None = None, decoder: Any = None, *, exact: bool = True
+        self,
+        loaded: LoadedModel,
+        kv_bits: int | None = None,
+        decoder: Any = None,
+        *,
+        exact: bool = True,
+        tried: bool = True,
     ) -> None:
         self.name = loaded.name
         self.decoder = loaded.model if decoder is None else decoder
@@ -81,14 +89,31 @@ class TextRunner:
         self.context_length = loaded.context_length
         self.vocab_size = loaded.vocab_size
         self.eos_token_ids = loaded.eos_token_ids
+        self.alone_because: str | None = None
+        self.strict_because: str | None = None
+        self.cut_anywhere = False
+        self._model = loaded.model
+        self._exact = exact
+        self._kv_bits = kv_bits
         self._passes: InvariantPasses | None = None
         self._quantisation: tuple[int, int] | None = None
-        if kv_bits is not None:
-            self._quantise(kv_bits)
+        if tried:
+            finish(self.tries())
+
+    def tries(self) -> Steps[None]:
+        """Finds out what the model can do, before anything else is computed. Raises ModelError."""
+        if self._kv_bits is not None:
+            self._quantise(self._kv_bits)
         self.layout = self._probe()
-        model_type = str(getattr(loaded.model, "model_type", ""))
-        self.alone_because, self.strict_because = check_batches(self, model_type)
-        self.cut_anywhere = exact and self.strict_because is None and self._try_invariance(loaded.model)
+        yield None
+        model_type = str(getattr(self._model, "model_type", ""))
+        self.alone_because, self.strict_because = yield from check_batches(self, model_type)
+        if not self._exact or self.strict_because is not None:
+            return
+        self._passes = InvariantPasses(self._model)
+        self.cut_anywhere = yield from cut_anywhere(self, self._passes)
+        if not self.cut_anywhere:
+            self._passes = None
 
     def _probe(self) -> CacheLayout | Uncacheable:
         """A few tokens through the model: shows the layout of its caches, and warms up kernels."""
@@ -99,12 +124,6 @@ class TextRunner:
         if layout != layer_state.describe(caches):
             return Uncacheable("its state changes its shape while the text grows")
         return layout
-
-    def _try_invariance(self, model: Any) -> bool:
-        self._passes = InvariantPasses(model)
-        if not cut_anywhere(self, self._passes):
-            self._passes = None
-        return self._passes is not None
 
     def _quantise(self, bits: int) -> None:
         """Keeps plain KV layers in `bits` a value from now on."""

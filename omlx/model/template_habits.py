@@ -119,8 +119,9 @@ class _Trial:
     def habits(self) -> TemplateHabits:
         try:
             return self._found()
-        # Stopped for its time or memory, or it does not compile: no further trial would end better.
-        except (BadRequest, ModelError) as error:
+        except ModelError:  # it does not compile, which was said when the model was loaded
+            return FREE
+        except BadRequest as error:  # stopped for its time or memory: no further trial would end better
             log.warning("model %s: its chat template could not be tried: %s", self._name, error)
             return FREE
 

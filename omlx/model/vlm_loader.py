@@ -19,9 +19,10 @@ from omlx.errors import ModelError
 from omlx.model.fingerprint import WeightHashes, fingerprint
 from omlx.model.foreign import refusing
 from omlx.model.json_file import read_object
-from omlx.model.loader import LoadedModel, as_float32, assembled, check_loadable, load
+from omlx.model.loader import LoadedModel, as_float32, assembled, check_loadable, load_steps
 from omlx.model.model_kind import model_use
 from omlx.model.progress import Progress, silent
+from omlx.model.steps import Steps, elsewhere, evaluate, finish
 from omlx.model.vision_families import FAMILIES
 from omlx.model.vision_family import Files, VisionFamily
 from omlx.model.weights import WeightFile, only_these_weights
@@ -42,16 +43,16 @@ class VisionModel(NamedTuple):
 
 def load_any(
     path: Path, name: str, adapter: Path | None = None, records: Path | None = None, progress: Progress = silent
-) -> VisionModel | LoadedModel:
-    """A model with its way with pictures, if it is of kind "vision"; else like `loader.load`.
+) -> Steps[VisionModel | LoadedModel]:
+    """A model with its way with pictures, if it is of kind "vision", else like `loader.load`; in steps.
 
     Logs one warning for a vision model that is served as a text model. Raises ModelError.
     """
     use = model_use(path.expanduser(), adapter is not None)
     if use.kind == "vision":
-        return load_vision(path, name, records, progress)
+        return (yield from vision_steps(path, name, records, progress))
     try:
-        model = load(path, name, adapter, records, progress)
+        model = yield from load_steps(path, name, adapter, records, progress)
     except ModelError as error:
         if not use.note:
             raise
@@ -68,16 +69,23 @@ def load_vision(
 
     Raises ModelError, in one line, for a folder that cannot be used.
     """
+    return finish(vision_steps(path, name, records, progress))
+
+
+def vision_steps(
+    path: Path, name: str | None = None, records: Path | None = None, progress: Progress = silent
+) -> Steps[VisionModel]:
+    """`load_vision` in steps, for the MLX thread."""
     path = path.expanduser()
-    files = check_loadable(path)
+    files = yield from elsewhere(check_loadable, path)
     if any(_UNREADABLE in file.header for file in files):
         raise ModelError(f"{path}: weights of type F8_E8M0 cannot be loaded; convert the model first")
     name = name or path.name
     with WeightHashes(files, records, progress, name) as hashes:
-        model = _load_model(path, files)
-        described = _read_files(path, files)
+        model = yield from _load_model(path, files, progress)
+        described = yield from elsewhere(_read_files, path, files)
         of_weights = partial(fingerprint, path, files, None, hashes)
-        loaded = assembled(name, path, model, described.config, of_weights)
+        loaded = yield from assembled(name, path, model, described.config, of_weights)
     try:
         with refusing(f"{path}: its image processor"):
             family = FAMILIES[described.config["model_type"]](model, described, loaded.tokenizer)
@@ -86,14 +94,14 @@ def load_vision(
     return VisionModel(_with_end(loaded), family)
 
 
-def _load_model(path: Path, files: list[WeightFile]) -> nn.Module:
+def _load_model(path: Path, files: list[WeightFile], progress: Progress) -> Steps[nn.Module]:
     """Lazily up to the end, so that quantised weights can be freed while float32 ones are made."""
     with only_these_weights(path, files) as view, refusing(path, str(view)):
         utils = import_module("mlx_vlm.utils")
         model: nn.Module = utils.load_model(view, lazy=True)
         if mx.default_device() == mx.cpu:
             model = as_float32(model)
-        mx.eval(model.parameters())
+        yield from evaluate(model, progress)
     return model
 
 

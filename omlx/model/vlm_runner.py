@@ -43,10 +43,10 @@ class VLMDecoder:
 class VLMRunner(TextRunner):
     """A model of mlx-vlm. A chunk with a picture's positions goes in as embeddings, any other as tokens."""
 
-    def __init__(self, model: VisionModel, kv_bits: int | None = None) -> None:
+    def __init__(self, model: VisionModel, kv_bits: int | None = None, *, tried: bool = True) -> None:
         self._family = model.family
         self.takes_rope_deltas = model.family.mrope
-        super().__init__(model.loaded, kv_bits, VLMDecoder(model.family), exact=False)
+        super().__init__(model.loaded, kv_bits, VLMDecoder(model.family), exact=False, tried=tried)
 
     @property
     def _layers_of(self) -> Any:

@@ -255,7 +255,7 @@ async def test_what_is_no_exception_is_answered_in_json(home: Path) -> None:
     assert "disco" not in answer.text
 
 
-@pytest.mark.parametrize("template", ["{{ 'a' * 10**14 }}", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "{{"])
+@pytest.mark.parametrize("template", ["{{ 'a' * 10**14 }}", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"])
 async def test_a_template_that_cannot_be_rendered_is_that_requests_fault(template: str, home: Path) -> None:
     edit(models_folder(home) / "broken" / "tokenizer_config.json", chat_template=template)
     pool = EnginePool(SchedulerConfig(block_size=16), home)

@@ -2,21 +2,26 @@
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
+import mlx.nn as nn
 import pytest
 
 from omlx.api import sse
 from omlx.engine import pool as pool_module
 from omlx.engine.pool import EnginePool
 from omlx.errors import ModelError
+from omlx.model import steps
+from omlx.model.steps import LOADING, elsewhere
 from omlx.model.vlm_loader import load_any
+from omlx.request import Request, SamplingParams, TokenOutput
 from omlx.scheduler import SchedulerConfig
 from omlx.server import create_app
 from omlx.settings import Settings
 from tests.api.serving import served
+from tests.engine.test_broken_folders import client_of
 
 
 class SlowLoad:
@@ -24,15 +29,20 @@ class SlowLoad:
 
     def __init__(self) -> None:
         self.go, self.begun, self.count, self.fails = threading.Event(), threading.Event(), 0, False
+        self.seen: Callable[[], bool] = lambda: True  # the load takes empty steps until then
 
     def __call__(self, path, name, adapter, records, progress):
+        if name == "other":
+            return (yield from load_any(path, name, adapter, records, progress))
         self.count += 1
-        progress("hashing weights", 1_200_000_000, 4_000_000_000)
+        progress(LOADING, 1_200_000_000, 4_000_000_000)
         self.begun.set()
-        assert self.go.wait(30)
+        assert (yield from elsewhere(self.go.wait, 60))
+        while not self.seen():
+            yield None
         if self.fails:
             raise ModelError("no good")
-        return load_any(path, name, adapter, records, progress)
+        return (yield from load_any(path, name, adapter, records, progress))
 
 
 @pytest.fixture
@@ -47,7 +57,8 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowLoad]:
 @pytest.fixture
 def home(tiny_model_dir: Path, tmp_path: Path) -> Path:
     (tmp_path / "models").mkdir()
-    (tmp_path / "models" / "tiny").symlink_to(tiny_model_dir)
+    for name in ("tiny", "other"):
+        (tmp_path / "models" / name).symlink_to(tiny_model_dir)
     return tmp_path
 
 
@@ -111,3 +122,84 @@ async def test_a_load_whose_only_client_went_away_is_kept(slow: SlowLoad, home: 
         assert slow.count == 1
     finally:
         await pool.stop(5.0)
+
+
+def asked(tokens: int) -> Request:
+    return Request("a", list(range(5, 40)), SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True))
+
+
+async def test_streams_of_other_models_go_on_while_one_is_loaded(slow: SlowLoad, home: Path) -> None:
+    """While the load waits for a file or the like, and between its steps on the MLX thread."""
+    pool = EnginePool(SchedulerConfig(block_size=16), home)
+    await pool.start()
+    try:
+        other = await pool.get("other")
+        received: list[TokenOutput] = []
+        slow.seen = lambda: len(received) > 40
+        loading = asyncio.create_task(pool.get("tiny"))
+        await asyncio.to_thread(slow.begun.wait, 60)
+        received += [output async for output in other.generate(asked(20))]
+        assert len(received) == 20 and not loading.done()
+        slow.go.set()
+        received += [output async for output in other.generate(asked(20))]
+        assert len(received) == 40 and not loading.done()
+        async for output in other.generate(asked(20)):
+            received.append(output)
+        assert (await loading).name == "tiny" and len(received) == 60
+    finally:
+        await pool.stop(5.0)
+
+
+async def test_the_list_of_models_says_which_is_being_loaded(slow: SlowLoad, home: Path) -> None:
+    pool = EnginePool(SchedulerConfig(block_size=16), home)
+    await pool.start()
+    try:
+        async with client_of(pool, home) as client:
+
+            async def status() -> dict[str, str]:
+                listed = (await client.get("/v1/models")).json()["data"]
+                return {entry["id"]: entry["status"] for entry in listed}
+
+            assert await status() == {"other": "not loaded", "tiny": "not loaded"}
+            loading = asyncio.create_task(pool.get("tiny"))
+            await asyncio.to_thread(slow.begun.wait, 60)
+            assert await status() == {"other": "not loaded", "tiny": "loading"}
+            slow.go.set()
+            await loading
+            assert await status() == {"other": "not loaded", "tiny": "loaded"}
+    finally:
+        await pool.stop(5.0)
+
+
+async def test_a_server_stops_while_a_load_waits(slow: SlowLoad, home: Path) -> None:
+    pool = EnginePool(SchedulerConfig(block_size=16), home)
+    await pool.start()
+    loading = asyncio.create_task(pool.get("tiny"))
+    await asyncio.to_thread(slow.begun.wait, 60)
+    await pool.stop(5.0)
+    assert not await pool.ready()  # the thread has ended
+    with pytest.raises(asyncio.CancelledError):
+        await loading
+
+
+async def test_a_step_that_fails_leaves_the_other_models_as_they_are(slow: SlowLoad, home: Path) -> None:
+    pool = EnginePool(SchedulerConfig(block_size=16), home)
+    await pool.start()
+    try:
+        other = await pool.get("other")
+        slow.fails = True
+        slow.go.set()
+        with pytest.raises(ModelError, match="no good"):
+            await pool.get("tiny")
+        assert len([output async for output in other.generate(asked(3))]) == 3
+    finally:
+        await pool.stop(5.0)
+
+
+def test_weights_are_evaluated_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steps, "_STEP_BYTES", 4000)
+    model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(9)))  # 1,024 bytes each
+    reports: list[tuple[int, int | None]] = []
+    work = steps.evaluate(model, lambda stage, done, total: reports.append((done, total)))
+    assert len(list(work)) == 3
+    assert reports == [(4096, 9216), (8192, 9216), (9216, 9216)]

@@ -80,3 +80,17 @@ def test_endless_work_does_not_outlive_the_server(server):
     for thread in threads:
         thread.join()
     assert not psutil.wait_procs(children, timeout=60)[1]
+
+
+def test_a_second_interrupt_ends_the_server_and_its_workers_at_once(server):
+    """The first one gives the request, whose template never ends, some seconds."""
+    url = next(line.split()[1] for line in server.stdout if line.startswith("curl "))
+    thread = send(url, messages=[{"role": "user", "content": "loop"}])
+    parent = psutil.Process(server.pid)
+    wait_until(lambda: busy(parent, "template_worker"), 120)
+    children = parent.children()
+    server.send_signal(signal.SIGINT)
+    wait_until(lambda: server.send_signal(signal.SIGINT) or server.poll() is not None, 60)
+    assert server.returncode == 130
+    thread.join()
+    assert not psutil.wait_procs(children, timeout=60)[1]

@@ -13,6 +13,7 @@ from omlx.engine.core import Engine
 from omlx.engine.pool import EnginePool
 from omlx.model import batch_check
 from omlx.model.runner import TextRunner
+from omlx.model.steps import finish
 from omlx.request import Request, SamplingParams
 from omlx.scheduler import SchedulerConfig
 from tests.dict_store import DictStore
@@ -70,12 +71,12 @@ def test_sixteen_bit_rounding_does_not_separate_rows() -> None:
 
 @pytest.mark.parametrize("family", ["gemma2", "phi3small", "gpt_bigcode", "afm7"])
 def test_batches_that_make_a_difference_are_found_by_trying(family: str) -> None:
-    assert batch_check.check_batches(runner(family), "a new name").alone_because is not None
+    assert finish(batch_check.check_batches(runner(family), "a new name")).alone_because is not None
 
 
 def test_cuts_that_make_a_difference_are_found_by_trying() -> None:
-    assert batch_check.check_batches(runner("plamo3"), "a new name").strict_because is not None
-    assert batch_check.check_batches(runner("gemma3_text"), "a new name") == (None, None)
+    assert finish(batch_check.check_batches(runner("plamo3"), "a new name")).strict_because is not None
+    assert finish(batch_check.check_batches(runner("gemma3_text"), "a new name")) == (None, None)
 
 
 @pytest.mark.parametrize("family", STRICT)
