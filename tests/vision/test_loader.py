@@ -21,6 +21,7 @@ from safetensors.numpy import save_file
 from omlx.errors import ModelError
 from omlx.model.loader import LoadedModel
 from omlx.model.model_kind import VISION_TYPES, model_kind, model_use
+from omlx.model.steps import finish
 from omlx.model.vision_families import FAMILIES as FAMILY_CLASSES
 from omlx.model.vlm_loader import VisionModel, load_any, load_vision
 from omlx.model.vlm_runner import VLMRunner
@@ -47,7 +48,7 @@ def contents(path: Path) -> dict[str, str]:
 def test_a_folder_is_loaded_and_left_as_it_is(family: str, copy: Callable[[str], Path]) -> None:
     path = copy(family)
     before = contents(path)
-    model = load_any(path, "m")
+    model = finish(load_any(path, "m"))
     assert isinstance(model, VisionModel) and model_kind(path) == "vision"
     assert model.loaded.name == "m" and model.loaded.dtype == "float32" and model.loaded.context_length == 4096
     assert model.loaded.eos_token_ids == {257}
@@ -68,7 +69,7 @@ def test_text_models_and_text_parts_of_vision_models_take_no_pictures(
     weights = {name: array for name, array in weights.items() if not name.startswith("multi_modal")}
     mx.save_safetensors(str(path / "model.safetensors"), weights)
     assert model_use(path) == ("text", "its weight files hold only the language part")
-    assert isinstance(load_any(path, "m"), LoadedModel)
+    assert isinstance(finish(load_any(path, "m")), LoadedModel)
 
 
 # ---- without the extra, and with an adapter
@@ -83,7 +84,7 @@ def no_extra(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("no_extra")
 def test_without_the_extra_a_model_that_mlx_lm_knows_is_served_as_text(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="omlx"):
-        model = load_any(folder("gemma3"), "m")
+        model = finish(load_any(folder("gemma3"), "m"))
     assert isinstance(model, LoadedModel)
     assert [record.getMessage() for record in caplog.records] == [
         "vision model m is served as a text model: images need the extra vision (pip install 'omlx[vision]')"
@@ -93,12 +94,12 @@ def test_without_the_extra_a_model_that_mlx_lm_knows_is_served_as_text(caplog: p
 @pytest.mark.usefixtures("no_extra")
 def test_without_the_extra_other_models_are_refused(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(ModelError, match=r"idefics3 not supported.*images need the extra vision \(pip inst"):
-        load_any(folder("idefics3"), "m")
+        finish(load_any(folder("idefics3"), "m"))
 
 
 def test_with_an_adapter_a_vision_model_is_a_text_model(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"no such adapter folder \(this is a vision model: images do not work with"):
-        load_any(folder("gemma3"), "m", tmp_path / "none")
+        finish(load_any(folder("gemma3"), "m", tmp_path / "none"))
 
 
 def test_the_extra_is_not_imported_before_it_is_needed() -> None:
@@ -147,12 +148,12 @@ def test_a_vision_model_that_is_served_as_text_is_one_warning(tmp_path: Path, ca
     path = make_tiny_model(tmp_path / "m")
     change(path / "config.json", vision_config={"hidden_size": 8})
     with caplog.at_level(logging.WARNING, logger="omlx"):
-        assert isinstance(load_any(path, "m"), LoadedModel)
+        assert isinstance(finish(load_any(path, "m")), LoadedModel)
     (record,) = caplog.records
     assert record.getMessage().startswith("vision model m is served as a text model: images are supported for")
     change(path / "config.json", model_type="paligemma")
     with pytest.raises(ModelError, match=r"paligemma not supported.*this is a vision model: images are"):
-        load_any(path, "m")
+        finish(load_any(path, "m"))
 
 
 # ---- folders that cannot be used
@@ -160,7 +161,7 @@ def test_a_vision_model_that_is_served_as_text_is_one_warning(tmp_path: Path, ca
 
 def refused(path: Path, message: str) -> None:
     with pytest.raises(ModelError, match=message) as error:
-        load_any(path, "m")
+        finish(load_any(path, "m"))
     assert "\n" not in str(error.value) and str(path) in str(error.value)
 
 
