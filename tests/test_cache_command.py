@@ -489,6 +489,22 @@ def test_clear_deletes_what_was_not_used_for_so_long(root: Path, capsys: pytest.
     assert asked(root, capsys, "clear", "--older-than", "0")["blocks"] == 2
 
 
+@pytest.mark.parametrize("index", [True, False])
+def test_times_in_the_future_become_now_and_grow_old_from_then_on(
+    index: bool, root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The clock was a year ahead while the cache was used."""
+    age(root, "small", [0, 1], -365)
+    for path in [] if index else root.glob("index*"):
+        path.unlink()
+    for path in block_files(root, "small"):
+        os.utime(path, (time.time() + 365 * 86_400,) * 2)
+    assert asked(root, capsys, "clear", "--older-than", "1d")["blocks"] == 0
+    before = time.time()
+    assert all(path.stat().st_mtime <= before for path in block_files(root, "small"))
+    assert asked(root, capsys, "clear", "--older-than", "0", "--model", "small")["blocks"] == 2
+
+
 def test_without_an_index_the_files_times_count(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for path in root.glob("index*"):
         path.unlink()

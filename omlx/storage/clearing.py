@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -34,7 +35,8 @@ def clear(root: Path, wanted: Wanted = everything, before_ns: int | None = None)
     """Deletes the blocks in the wanted folders with their index entries, and image features; else nothing.
 
     With `before_ns` (nanoseconds since the epoch) only what was last used before then; of a file of another
-    version the time counts at which it was made.
+    version the time counts at which it was made. A time in the future, from before the clock was set back, becomes now,
+    so that it is old some day.
 
     Raises StoreLocked if a process works on the root, OmlxError if something cannot be deleted.
     """
@@ -43,7 +45,11 @@ def clear(root: Path, wanted: Wanted = everything, before_ns: int | None = None)
             state = compare_note(root, lock.note)
             index = IndexFile(root / INDEX_NAME)
             try:
-                spared = set() if before_ns is None else _used_since(root, wanted, before_ns)
+                spared = set[Key]()
+                if before_ns is not None:
+                    now_ns = time.time_ns()
+                    index.set_future_uses_to(now_ns)
+                    spared = _used_since(root, wanted, before_ns, now_ns)
                 cleared = _delete_files(root, wanted, spared, before_ns)
                 gone = [key for key in index.rows() if wanted(key[0]) and key not in spared]
                 index.save([(key, None) for key in gone])
@@ -67,9 +73,19 @@ def _locked(root: Path) -> Iterator[FolderLock]:
         lock.release()
 
 
-def _used_since(root: Path, wanted: Wanted, since_ns: int) -> set[Key]:
-    found = ((entry, block_path(root, entry.key)) for entry in blocks(root, wanted))
-    return {entry.key for entry, path in found if (entry.used or path.lstat().st_mtime_ns) >= since_ns}
+def _used_since(root: Path, wanted: Wanted, since_ns: int, now_ns: int) -> set[Key]:
+    """The blocks used since then. Sets the times of files that lie in the future to now, those of features too."""
+
+    def time_of(path: Path) -> int:
+        time_ns = path.lstat().st_mtime_ns
+        if time_ns > now_ns:
+            os.utime(path, ns=(now_ns, now_ns), follow_symlinks=False)
+        return min(time_ns, now_ns)
+
+    for file in features(root, wanted):
+        time_of(file.path)
+    found = [(entry, time_of(block_path(root, entry.key))) for entry in blocks(root, wanted)]
+    return {entry.key for entry, file_ns in found if min(entry.used or file_ns, now_ns) >= since_ns}
 
 
 def _delete_files(root: Path, wanted: Wanted, spared: set[Key], before_ns: int | None) -> Cleared:

@@ -142,6 +142,11 @@ class IndexFile:
                 self._db.execute("ROLLBACK")
             raise
 
+    def set_future_uses_to(self, now_ns: int) -> None:
+        """Blocks whose last use lies in the future (the clock was set back) were used now. Raises sqlite3.Error."""
+        with self._db:
+            self._db.execute("UPDATE blocks SET used = ? WHERE used > ?", (now_ns, now_ns))
+
     def make_again(self) -> None:
         """Starts over with an empty file, because this one is damaged or another's. Raises OSError."""
         self._db.close()
