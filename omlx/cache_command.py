@@ -17,6 +17,7 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from omlx.access.keys import admin_credential
+from omlx.api.responses.archive import ARCHIVE_NAME, clear_archive
 from omlx.errors import NotFound, OmlxError, SettingError
 from omlx.settings import Settings, reachable
 from omlx.sizes import format_size, parse_duration, quoted
@@ -116,6 +117,8 @@ def clear(
     else:
         images = f" and the features of {done['images']} images" if done.get("images") else ""
         _say(f"{done['blocks']} blocks{images} deleted, {format_size(done['bytes'])}")
+        if done.get("responses"):
+            _say(f"{done['responses']} stored responses deleted")
         if done.get("kept_tokens"):
             _say(f"{done['kept_tokens']} of {done['prompt_tokens']} prompt tokens stay: {done['kept_because']}")
     return 0
@@ -128,7 +131,9 @@ def _clear(
         if model is not None:
             _blocks(root, model)  # a name that is not there is most likely misspelt
         before_ns = None if age_s is None else time.time_ns() - age_s * 10**9
-        return clearing.clear(root, _wanted(model), before_ns)._asdict()
+        done = clearing.clear(root, _wanted(model), before_ns)._asdict()
+        responses = clear_archive(root / ARCHIVE_NAME, before_ns) if model is None else 0
+        return done | ({"responses": responses} if responses else {})
     except StoreLocked as error:
         age = {} if older_than is None else {"older_than": older_than}
         return _Server(settings, url, error).clear(root, {"model": model} | age)

@@ -41,6 +41,7 @@ from omlx.api.openai_body import ChatBody, CompletionBody
 from omlx.api.openapi import documented
 from omlx.api.pictures import Source, with_pictures
 from omlx.api.refusal import PanicCheck, refuse
+from omlx.api.responses.archive import ARCHIVE_NAME, Archive
 from omlx.api.responses.routes import router as responses_router
 from omlx.api.responses.store import ResponseStore
 from omlx.errors import NotFound, OmlxError
@@ -76,11 +77,13 @@ def create_app(pool: admin.AdminPool, settings: Settings) -> FastAPI:
         except Exception as error:
             app.state.start_error = error
             raise
+        await asyncio.to_thread(app.state.responses.open)
         yield
         try:
             await stopping()
         except Exception:
             logger.exception("the engine did not stop cleanly")
+        await asyncio.to_thread(app.state.responses.close)
 
     app = FastAPI(
         title="omlx", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False
@@ -92,7 +95,7 @@ def create_app(pool: admin.AdminPool, settings: Settings) -> FastAPI:
     source = ImageSource(settings.allow_remote_images, settings.allow_local_images)
     _add_routes(app, pool, source)
     _add_anthropic_routes(app, pool, source)
-    _add_responses(app, pool, source)
+    _add_responses(app, pool, source, _response_store(settings))
     app.include_router(embeddings.router(pool, read_body, lambda http: api_key_of(http).name))
     app.include_router(tokens.router(pool, read_body, source))
     app.include_router(admin.router(pool, settings, read_body, source, keys, app.state.responses))
@@ -196,14 +199,20 @@ def _add_routes(app: FastAPI, pool: EnginePool, source: Source) -> None:
         app.add_api_route(path, probe, methods=["HEAD"], include_in_schema=False)
 
 
-def _add_responses(app: FastAPI, pool: EnginePool, source: Source) -> None:
+def _response_store(settings: Settings) -> ResponseStore:
+    folder = settings.paged_ssd_cache_dir if settings.ssd_on else None
+    archive = None if folder is None else Archive(folder / ARCHIVE_NAME)
+    return ResponseStore(archive=archive, ttl_s=settings.cache_ttl)
+
+
+def _add_responses(app: FastAPI, pool: EnginePool, source: Source, store: ResponseStore) -> None:
     async def in_dialect(http: Request, parse: Parse) -> Response:
         return await answer(http, pool, parse, source)
 
     async def count(http: Request, parse: Callable[[dict[str, Any]], ChatRequest]) -> int:
         return await count_prompt(http, pool, parse, source)
 
-    store = app.state.responses = ResponseStore()
+    app.state.responses = store
     app.include_router(responses_router(in_dialect, count, lambda http: api_key_of(http).digest, store))
 
 

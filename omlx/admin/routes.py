@@ -3,6 +3,8 @@
 Who may come here is decided before, by `access.checks.AdminCheck`.
 """
 
+import asyncio
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -140,11 +142,15 @@ class ProbeAnswer(BaseModel):
 
 
 class ClearAnswer(BaseModel):
-    """What is deleted, images' features too unless it was a conversation; of that also why the rest stayed."""
+    """What is deleted, images' features too unless it was a conversation, of which also why the rest stayed.
+
+    `responses`: how many stored ones, where all models are cleared.
+    """
 
     blocks: int
     bytes: int
     images: int | None = None
+    responses: int | None = None
     prompt_tokens: int | None = None
     kept_tokens: int | None = None
     kept_because: str | None = None
@@ -199,10 +205,12 @@ def router(
             asked, prompt = await prompt_of(fields)
             gone = await pool.forget_conversation(asked.model, prompt.cache_tokens(prompt.prompt), prompt.cache_salt)
             return JSONResponse(gone._asdict())
-        cleared = await pool.clear_cache(fields.model, _age(fields.older_than))
+        age_s = _age(fields.older_than)
+        cleared = await pool.clear_cache(fields.model, age_s)
+        count = await asyncio.to_thread(_clear_responses, responses, age_s) if fields.model is None else 0
         if not cleared.blocks and not cleared.images and fields.model is not None:
             await _check_known(pool, fields.model)
-        return JSONResponse(cleared._asdict())
+        return JSONResponse(cleared._asdict() | ({"responses": count} if count else {}))
 
     routes = APIRouter(prefix="/admin")
     busy = (404, 503)
@@ -219,6 +227,10 @@ def _in_force(settings: Settings) -> dict[str, Any]:
     """Every option with its value (sizes in bytes, secrets masked) and where it came from."""
     values, sources = settings.model_dump(mode="json"), settings.resolve_sources()
     return {option_name(name): {"value": values[name], "source": sources[name]} for name in option_fields()}
+
+
+def _clear_responses(responses: ResponseStore, age_s: int | None) -> int:
+    return responses.clear(None if age_s is None else time.time_ns() - age_s * 10**9)
 
 
 def _parse_probe(responses: ResponseStore, keys: KeyRing, body: dict[str, Any]) -> ChatRequest:

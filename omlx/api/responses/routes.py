@@ -1,5 +1,6 @@
 """The routes under /v1/responses."""
 
+import asyncio
 import re
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -55,7 +56,7 @@ def router(
 
     async def delete(http: Request) -> Response:
         name = http.path_params["response_id"]
-        store.delete(owner_of(http), name)
+        await asyncio.to_thread(store.delete, owner_of(http), name)
         return JSONResponse({"id": name, "object": "response", "deleted": True})
 
     async def items(http: Request) -> Response:
