@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
-from omlx.api.call_formats import GENERIC_CALLS, CallFormat, recognized
+from omlx.api.call_formats import GENERIC_CALLS, GENERIC_WRITTEN, CallFormat, Written, recognized
 from omlx.api.call_syntax import CallSyntax
 from omlx.api.events import ToolCall
 from omlx.api.marks import NO_MARKS, Marks, added_tokens, is_token
-from omlx.model.template_habits import habits_of
+from omlx.model.template_habits import PROBE_ARGUMENTS, PROBE_NAME, habits_of
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +108,7 @@ class AnswerFormat:
     `calls` are the ways to write calls, the model's own one first; there are none if no tool may be called. `enforced`:
     calls are held to their syntax while they are sampled, so they may be handed on before they are complete.
     `one_call`: the answer ends with its first call. `thought`: what surrounds reasoning; `opening`: what begins the
-    answer's text.
+    answer's text. `written`: how enforced calls are written, None if the model's own way cannot be enforced.
     """
 
     edges: dict[State, tuple[Edge, ...]] = field(default_factory=dict)
@@ -121,6 +121,7 @@ class AnswerFormat:
     headers: Headers | None = None
     thought: tuple[str, str] | None = None
     opening: str = ""
+    written: Written | None = None
 
     @property
     def plain(self) -> bool:
@@ -133,7 +134,7 @@ class AnswerFormat:
         edges: dict[State, tuple[Edge, ...]] = {"content": (begin,)}
         for source, targets in self.edges.items():
             edges[source] = (*(edge for edge in targets if edge.to != "call"), begin)
-        return replace(self, edges=edges, calls=(calls,))
+        return replace(self, edges=edges, calls=(calls,), written=GENERIC_WRITTEN)
 
 
 PLAIN = AnswerFormat()
@@ -178,7 +179,24 @@ def answer_format(
         headers,
         thought,
         headers.opening if headers else "",
+        _written(tokenizer, known) if tools else None,
     )
+
+
+def _written(tokenizer: Any, known: CallFormat | None) -> Written | None:
+    """The way that the template writes a call, else the first that it shows a sign of.
+
+    A model that gets the generic format explained is held to that one.
+    """
+    if known is None or not has_tool_template(tokenizer):
+        return GENERIC_WRITTEN
+    shown = habits_of(tokenizer, tools=True).shown_call
+    for way in known.written:
+        head = way.head.replace("NAME", PROBE_NAME).replace("NUMBER", "0")
+        if f"{way.begin}{head}{PROBE_ARGUMENTS}{way.tail}" in shown:
+            return way
+    template, added = _template(tokenizer), added_tokens(tokenizer)
+    return next((way for way in known.written if all(s in template or s in added for s in way.signs)), None)
 
 
 def _start(headers: Headers | None, thought: tuple[str, str] | None, prompt_end: str) -> State:

@@ -11,12 +11,39 @@ GENERIC_CALLS = JsonCalls("<tool_call>", ("</tool_call>",), plain=True)
 _NAME = r"(?P<name>[\w.:/-]+)"
 
 
+class Written(NamedTuple):
+    """How calls are written where they are enforced: as the model's templates write them, so that history is the same.
+
+    Each call is `head`, its arguments as JSON and `tail`; several have `between` between them (None: there is only
+    one), all of them `begin` and `end` around them. In a head NAME stands for the tool's name, NUMBER for the call's
+    number, from 0. `signs`: the template's text or the tokenizer has all of these. `syntax`: which of the format's
+    syntaxes reads it.
+    """
+
+    head: str
+    tail: str = ""
+    between: str | None = ""
+    begin: str = ""
+    end: str = ""
+    signs: tuple[str, ...] = ()
+    syntax: int = 0
+
+
 class CallFormat(NamedTuple):
-    """`signs`: a template that has all texts of one of these, or a tokenizer that has them as added tokens, uses it."""
+    """`signs`: a template that has all texts of one of these, or a tokenizer that has them as added tokens, uses it.
+
+    `written`: the one that the template writes is enforced, else the first whose signs are there; without one,
+    `GENERIC_WRITTEN`.
+    """
 
     name: str
     signs: tuple[tuple[str, ...], ...]
     calls: tuple[CallSyntax, ...]
+    written: tuple[Written, ...] = ()
+
+
+_OBJECT = '{"name": "NAME", "arguments": '
+GENERIC_WRITTEN = Written(f"<tool_call>\n{_OBJECT}", "}\n</tool_call>", "\n")
 
 
 def _functions(start: str, end: str, *, padded: bool) -> TaggedCalls:
@@ -100,6 +127,14 @@ CALL_FORMATS = (
                 tail=lambda mark: rf"\s*{mark('<|tool_call_end|>')}",
             ),
         ),
+        (
+            Written(
+                "<|tool_call_begin|>functions.NAME:NUMBER<|tool_call_argument_begin|>",
+                "<|tool_call_end|>",
+                begin="<|tool_calls_section_begin|>",
+                end="<|tool_calls_section_end|>",
+            ),
+        ),
     ),
     CallFormat(
         "kimi_k3",
@@ -157,6 +192,10 @@ CALL_FORMATS = (
                 ),
             ),
         ),
+        (
+            Written("[TOOL_CALLS]NAME[ARGS]", signs=("[ARGS]",)),
+            Written(_OBJECT, "}", ", ", "[TOOL_CALLS][", "]"),
+        ),
     ),
     CallFormat(
         "muse_spark",
@@ -207,8 +246,37 @@ CALL_FORMATS = (
                 tail=lambda mark: rf"\s*{mark('<｜tool▁call▁end｜>')}",
             ),
         ),
+        (
+            Written(
+                "<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\n```json\n",
+                "\n```<｜tool▁call▁end｜>",
+                "\n",
+                "<｜tool▁calls▁begin｜>",
+                "<｜tool▁calls▁end｜>",
+                signs=("```json",),
+            ),
+            Written(
+                "<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>",
+                "<｜tool▁call▁end｜>",
+                begin="<｜tool▁calls▁begin｜>",
+                end="<｜tool▁calls▁end｜>",
+            ),
+        ),
     ),
-    CallFormat("cohere", (("<|START_ACTION|>",),), (JsonCalls("<|START_ACTION|>", ("<|END_ACTION|>",)),)),
+    CallFormat(
+        "cohere",
+        (("<|START_ACTION|>",),),
+        (JsonCalls("<|START_ACTION|>", ("<|END_ACTION|>",)),),
+        (
+            Written(
+                '    {"tool_call_id": "NUMBER", "tool_name": "NAME", "parameters": ',
+                "}",
+                ",\n",
+                "<|START_ACTION|>[\n",
+                "\n]<|END_ACTION|>",
+            ),
+        ),
+    ),
     CallFormat(
         "harmony",
         (("<|channel|>", "<|message|>"),),
@@ -224,6 +292,17 @@ CALL_FORMATS = (
                 ),
             ),
         ),
+        (
+            Written(
+                "<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>",
+                "<|call|>",
+                None,
+                signs=("<|constrain|>",),
+            ),
+            Written("<|channel|>commentary to=functions.NAME<|message|>", "<|call|>", None),
+            # gpt-oss is trained on both, and its template writes this one.
+            Written(" to=functions.NAME<|channel|>commentary json<|message|>", "<|call|>", None),
+        ),
     ),
     CallFormat(
         "phi4",
@@ -232,10 +311,24 @@ CALL_FORMATS = (
             JsonCalls("<|tool_call|>", ("<|/tool_call|>",)),
             JsonCalls("functools[", bare=True, declared=True, prefix="functools"),
         ),
+        (
+            Written(_OBJECT, "}", ", ", "<|tool_call|>[", "]<|/tool_call|>", signs=("<|tool_call|>",)),
+            Written(_OBJECT, "}", ", ", "functools[", "]", syntax=1),
+        ),
     ),
-    CallFormat("granite", (("<|tool_call|>",),), (JsonCalls("<|tool_call|>"),)),
-    CallFormat("json_tools", (("<tool_call>",),), (GENERIC_CALLS,)),
-    CallFormat("command_r", (("Action:", "tool_name"),), (JsonCalls("Action:", declared=True),)),
+    CallFormat(
+        "granite",
+        (("<|tool_call|>",),),
+        (JsonCalls("<|tool_call|>"),),
+        (Written(_OBJECT, "}", ", ", "<|tool_call|>[", "]"),),
+    ),
+    CallFormat("json_tools", (("<tool_call>",),), (GENERIC_CALLS,), (GENERIC_WRITTEN,)),
+    CallFormat(
+        "command_r",
+        (("Action:", "tool_name"),),
+        (JsonCalls("Action:", declared=True),),
+        (Written('{"tool_name": "NAME", "parameters": ', "}", ", ", "Action: ```json\n[", "]\n```"),),
+    ),
     CallFormat(
         "llama",
         (("<|python_tag|>",), ('"name": function name',)),
@@ -249,6 +342,7 @@ CALL_FORMATS = (
                 header=lambda mark: r"\s*(?P<name>[^\s<>]+)>",
             ),
         ),
+        (Written('{"name": "NAME", "parameters": ', "}", None, syntax=1),),
     ),
 )
 

@@ -13,10 +13,8 @@ from functools import lru_cache
 from typing import Any
 
 from omlx.api.answer_format import AnswerFormat
-from omlx.api.call_formats import GENERIC_CALLS
-from omlx.api.call_syntax import CallSyntax
+from omlx.api.call_formats import GENERIC_CALLS, GENERIC_WRITTEN, Written
 from omlx.api.chat import ChatRequest, OutputFormat, ToolChoice
-from omlx.api.marks import added_tokens
 from omlx.errors import BadRequest
 from omlx.model import grammar as grammars
 from omlx.model.json_schema import arguments
@@ -37,28 +35,33 @@ _TEXT = r"TEXT: /(.|\n)*/"
 def constrained(asked: ChatRequest, form: AnswerFormat, tokenizer: Any) -> tuple[GrammarSpec | None, AnswerFormat]:
     """The grammar that an answer is held to, None if it is free; and the format that it then has.
 
-    A model whose calls are not JSON is held to the generic form where it has to call. Raises BadRequest for a schema
-    that cannot be enforced.
+    Calls are held to the model's own way to write them. A model whose way cannot be enforced is held to the generic one
+    where it has to call. Raises BadRequest for a schema that cannot be enforced.
     """
     choice, output = asked.tool_choice, asked.output_format
     must_call = choice.mode in ("required", "named")
     may_call = bool(form.calls) and (must_call or output is not None or choice.strict or bool(choice.allowed))
     if not may_call:
         return _of_output(output, form, tokenizer), form
-    if not form.calls[0].plain:
+    if form.written is None or not (must_call or _has_mark(form, form.written)):
         if not (must_call or output is not None):
             return None, form  # calls of this form cannot be held to schemas or names
         form = form.with_calls(GENERIC_CALLS)
-    calls = form.calls[0]
     grammar = _Grammar(tokenizer, form)
-    call = grammar.calls(calls, form.tools, choice)
+    grammar.bodies(form.tools, choice)
     if must_call:
-        grammar.start(call)
+        grammar.start(grammar.calls(choice))
     elif output is not None:
-        grammar.start(f"({grammar.output(output)} | {call})")
+        grammar.start(f"({grammar.output(output)} | {grammar.calls(choice)})")
     else:
-        grammar.start(grammar.text_and(calls, choice))
+        grammar.start(grammar.text_and(choice))
     return GrammarSpec("lark", grammar.text()), replace(form, enforced=True)
+
+
+def _has_mark(form: AnswerFormat, written: Written) -> bool:
+    """Whether calls begin with a mark that tells them from other text."""
+    syntax = form.calls[written.syntax]
+    return bool(syntax.start) and not syntax.bare and (written.begin + written.head).startswith(syntax.start)
 
 
 def _of_output(output: OutputFormat | None, form: AnswerFormat, tokenizer: Any) -> GrammarSpec | None:
@@ -145,8 +148,11 @@ class _Grammar:
     def __init__(self, tokenizer: Any, form: AnswerFormat) -> None:
         self._tokenizer = tokenizer
         self._form = form
+        self._written = form.written or GENERIC_WRITTEN
         self._rules = [_SPACE, _TEXT]
         self._start = ""
+        self._functions: list[str] = []  # names of the tools that may be called
+        self._named: set[str] = set()
         self._unforced = False  # holds a client's own patterns
 
     def text(self) -> str:
@@ -154,43 +160,85 @@ class _Grammar:
         return grammars.unforced(written) if self._unforced else written
 
     def start(self, answer: str) -> None:
-        """`answer` is all there is, but for reasoning before it and what begins the text."""
-        opening = f"{self._marker(self._form.opening)} " if self._form.opening else ""
-        self._start = f"start: {self._reasoning()}{opening}{answer}"
+        """`answer` is all there is, but for reasoning before it."""
+        self._start = f"start: {self._reasoning()}{answer}"
+
+    def opened(self, answer: str) -> str:
+        """What begins the text of an answer, and `answer`."""
+        return f"{self._marker(self._form.opening)} {answer}" if self._form.opening else answer
 
     def output(self, output: OutputFormat) -> str:
         self._rules.append(f"output: {_rule(output)}")
         self._unforced = self._unforced or output.kind in ("regex", "grammar")
-        return "output"
+        return self.opened("output")
 
-    def calls(self, syntax: CallSyntax, tools: Sequence[dict[str, Any]], choice: ToolChoice) -> str:
-        """One call of those that may be called, or several."""
-        self._add_bodies(tools, choice)
-        self._rules.append(f"call: {self._marker(syntax.start)} body {self._marker(syntax.ends[0])}")
-        if choice.mode == "named" or not choice.parallel:
-            return "call"
-        return f"call (SPACE call){{0,{MOST_CALLS - 1}}}"
+    def calls(self, choice: ToolChoice, *, begun: str = "") -> str:
+        """One call of those that may be called, or several; without `begun`, with which they begin."""
+        written = self._written
+        head, between = written.begin.removeprefix(begun), written.between
+        if self._form.headers is None or self._form.headers.end not in written.head:
+            head = self._form.opening + head
+        bodies = self._heads("" if begun and written.begin else begun)
+        parts = [self._marker(head), bodies[0]]
+        if between is not None and choice.mode != "named" and choice.parallel:
+            space = "SPACE" if between.isspace() and not written.begin else self._marker(between)
+            more = self._heads("")
+            if "NUMBER" in written.head:
+                tail = ""
+                for body in reversed(more[1:]):
+                    tail = f"({space} {body} {tail})?"
+                parts.append(tail)
+            else:
+                parts.append(f"({space} {more[0]}){{0,{MOST_CALLS - 1}}}")
+        return " ".join(part for part in (*parts, self._end(written.end)) if part)
 
-    def text_and(self, syntax: CallSyntax, choice: ToolChoice) -> str:
+    def text_and(self, choice: ToolChoice) -> str:
         """Text, in which calls may stand."""
-        self._rules.append(f"inside: body {self._marker(syntax.ends[0])}")
-        begin = self._through(syntax.start, "begin")
+        start = self._form.calls[self._written.syntax].start
+        one = choice._replace(parallel=choice.parallel and bool(self._written.begin))
+        self._rules.append(f"inside: {self.calls(one, begun=start)}")
+        begin = self._through(start, "begin")
         return f"({begin} inside)? TEXT" if not choice.parallel else f"({begin} inside)* TEXT"
 
-    def _add_bodies(self, tools: Sequence[dict[str, Any]], choice: ToolChoice) -> None:
+    def _heads(self, begun: str) -> list[str]:
+        """For each number that a call may have a rule of one call, without `begun`, with which it begins."""
+        head = self._written.head.removeprefix(begun)
+        numbers = range(MOST_CALLS if "NUMBER" in head else 1)
+        names = [f"call_{'inside_' if begun else ''}{number}" for number in numbers]
+        for number, name in zip(numbers, names, strict=True):
+            if name in self._named:
+                continue
+            self._named.add(name)
+            ways = []
+            for index, function in enumerate(self._functions):
+                before, _, behind = head.replace("NUMBER", str(number)).partition("NAME")
+                name_written = json.dumps(function)[1:-1] if before.endswith('"') else function
+                opening = [self._marker(before), _json(name_written), self._marker(behind)]
+                ways.append(" ".join(part for part in (*opening, f"arguments_{index}", self._tail()) if part))
+            self._rules.append(f"{name}: {' | '.join(ways)}")
+        return names
+
+    def _tail(self) -> str:
+        return self._end(self._written.tail)
+
+    def _end(self, text: str) -> str:
+        """A text that may end the answer: an end token there is the engine's to take."""
+        parts = self._parts(text)
+        ends = getattr(self._tokenizer, "eos_token_ids", ())
+        return self._joined(parts[:-1] if parts and parts[-1] in ends else parts)
+
+    def bodies(self, tools: Sequence[dict[str, Any]], choice: ToolChoice) -> None:
         """Each tool has a rule of its own, so that its schema stays a document, whose references hold."""
         functions = [tool["function"] for tool in tools]
         if allowed := (choice.name,) if choice.mode == "named" else choice.allowed:
             functions = [function for function in functions if function["name"] in allowed]
         for index, function in enumerate(functions):
-            head = f'\n{{"name": {_json(function["name"])}, "arguments": '
-            self._rules.append(f"body_{index}: {_json(head)} arguments_{index} {_json('}' + chr(10))}")
+            self._functions.append(function["name"])
             try:
                 schema = _arguments(function["parameters"], strict=choice.strict)
             except BadRequest as error:
                 raise BadRequest(f"{function['name']}: {error}") from error
             self._rules.append(f"arguments_{index}: %json {_json(schema)}")
-        self._rules.append(f"body: {' | '.join(f'body_{index}' for index in range(len(functions)))}")
 
     # ---- reasoning and marks
 
@@ -210,21 +258,18 @@ class _Grammar:
         return name
 
     def _marker(self, marker: str) -> str:
-        return " ".join(f"<[{part}]>" if isinstance(part, int) else _json(part) for part in self._parts(marker))
+        return self._joined(self._parts(marker))
+
+    def _joined(self, parts: Sequence[int | str]) -> str:
+        return " ".join(f"<[{part}]>" if isinstance(part, int) else _json(part) for part in parts)
 
     def _parts(self, marker: str) -> list[int | str]:
-        """A marker as its special tokens and the text between them."""
-        added = set(added_tokens(self._tokenizer).values())
-        parts: list[int | str] = []
-        tokens = self._tokenizer.encode(marker, add_special_tokens=False)
-        if not added.intersection(tokens):
-            return [marker]
-        for token in tokens:
-            if token in added:
-                parts.append(token)
-            else:
-                parts.append(self._tokenizer.decode([token]))
-        return parts
+        """A marker as the tokens that are marks and the text between them."""
+        marks = {text: token for token, text in self._form.marks.tokens.items() if text in marker}
+        if not marks:
+            return [marker] if marker else []
+        longest_first = "|".join(re.escape(text) for text in sorted(marks, key=len, reverse=True))
+        return [marks.get(part, part) for part in re.split(f"({longest_first})", marker) if part]
 
 
 def _arguments(schema: dict[str, Any], *, strict: bool) -> dict[str, Any]:

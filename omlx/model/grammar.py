@@ -189,12 +189,13 @@ class Grammars:
     def _lark(self, spec: GrammarSpec) -> str:
         """The grammar as Lark.
 
-        A text in which an end token is spelled has to be possible without that token, since it would end the answer.
-        What a pattern spells is not looked for: there are too many ways to write it.
+        A text in which an added token is spelled has to be possible without that token, which would end the answer or
+        is no text to llguidance. What a pattern spells is not looked for: there are too many ways to write it.
         """
         written = _written(spec)
         ends = [self._tokenizer.decode([token]) for token in self._eos_token_ids]
-        spelled = [text for text in ends if text and (text in written or json.dumps(text)[1:-1] in written)]
+        texts = [*ends, *(text for text in self._tokenizer.get_added_vocab() if len(text) > 1)]
+        spelled = any(text and (text in written or json.dumps(text)[1:-1] in written) for text in texts)
         return unforced(written) if spelled or '"pattern' in written else written
 
     def _tried(self, matcher: LLMatcher) -> str:

@@ -13,7 +13,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -28,11 +28,14 @@ Content = str | list[dict[str, Any]]
 
 # Stands in for the user where a template wants one first.
 _OPENING = "[The conversation continues.]"
-_TOOL_NAME = "probe_tool"
+PROBE_NAME = "probe_tool"
+PROBE_ARGUMENTS = '{"probe": "probebword"}'
+"""The arguments of the call in `TemplateHabits.shown_call`, to the tool `PROBE_NAME`."""
+
 _TOOL = {
     "type": "function",
     "function": {
-        "name": _TOOL_NAME,
+        "name": PROBE_NAME,
         "description": "Probe",
         "parameters": {"type": "object", "properties": {"probe": {"type": "string"}}, "required": ["probe"]},
     },
@@ -49,6 +52,7 @@ class TemplateHabits:
     Where the template writes calls (`calls`): `mappings`: their arguments as a mapping (else as JSON text);
     `any_arguments`: those that are no mapping, too; `any_ids`: call ids of any form (else nine letters and digits);
     `several_calls` in a message; `unanswered` calls; `orphans`: results without a call; `user_after_result`.
+    `shown_call`: a conversation with a call of `PROBE_NAME`, as the template writes it.
     """
 
     text: bool = True
@@ -67,10 +71,13 @@ class TemplateHabits:
     unanswered: bool = True
     orphans: bool = True
     user_after_result: bool = True
+    shown_call: str = field(default="", compare=False)
 
 
 FREE = TemplateHabits()
-STRICTEST = replace(TemplateHabits(**{field.name: False for field in fields(TemplateHabits)}), text=True, mappings=True)
+_HABITS = [habit.name for habit in fields(TemplateHabits) if habit.compare]
+_STRICT: dict[str, Any] = dict.fromkeys(_HABITS, False) | {"text": True, "mappings": True}
+STRICTEST = TemplateHabits(**_STRICT)
 """Of a template about which nothing is certain: system text inside the first user message, strict turns, no calls."""
 
 
@@ -142,18 +149,20 @@ class _Trial:
 
     def _learn_calls(self) -> None:
         """The first way to write calls that works, and what else goes with it."""
-        if _TOOL_NAME not in self._shown(_conversation("u")[0], self._habits, [_TOOL]):
+        if PROBE_NAME not in self._shown(_conversation("u")[0], self._habits, [_TOOL]):
             self._habits = replace(self._habits, tools=False, calls=False)
             return
         answered = ("ucra", "ucrau")
-        for ways in ({}, {"any_ids": False}, {"mappings": False}, {"any_ids": False, "mappings": False}):
-            trial = replace(self._habits, **ways)
+        for ids, mappings in ((True, True), (False, True), (True, False), (False, False)):
+            trial = replace(self._habits, any_ids=ids, mappings=mappings)
             if all(self._takes(shape, trial) for shape in answered):
                 self._habits = trial
                 break
         else:
             self._habits = replace(self._habits, calls=False)
             return
+        shown = self._shown(_conversation("ucra")[0], self._habits, [_TOOL])
+        self._habits = replace(self._habits, shown_call=shown)
         self._learn("any_arguments", "ujra", "ulra")
         self._learn("several_calls", "udrra")
         self._learn("unanswered", "ucu", "uc")
@@ -162,7 +171,8 @@ class _Trial:
 
     def _learn(self, habit: str, *shapes: str, unless: bool = False) -> None:
         if unless or not all(map(self._takes, shapes)):
-            self._habits = replace(self._habits, **{habit: False})
+            refused: dict[str, Any] = {habit: False}
+            self._habits = replace(self._habits, **refused)
 
     def _takes(self, shape: str, habits: TemplateHabits | None = None) -> bool:
         messages, words = _conversation(shape)
@@ -202,7 +212,7 @@ def _conversation(shape: str) -> tuple[list[Message], list[str]]:
             messages.append({"role": roles[letter], "content": word})
             if letter == "r":
                 results += 1
-                messages[-1] |= {"name": _TOOL_NAME, "tool_call_id": f"call_probe_{results}"}
+                messages[-1] |= {"name": PROBE_NAME, "tool_call_id": f"call_probe_{results}"}
             continue
         arguments = {"j": word, "l": [word]}.get(letter, {"probe": word})
         calls = [_call(1, arguments)]
@@ -213,7 +223,7 @@ def _conversation(shape: str) -> tuple[list[Message], list[str]]:
 
 
 def _call(number: int, arguments: Any) -> dict[str, Any]:
-    function = {"name": _TOOL_NAME, "arguments": arguments}
+    function = {"name": PROBE_NAME, "arguments": arguments}
     return {"id": f"call_probe_{number}", "type": "function", "function": function}
 
 
