@@ -283,7 +283,7 @@ class _Edges:
         for syntax in syntaxes:
             if syntax.start:
                 edge = Edge(self.marks.write(syntax.start), "call", syntax, first=syntax.bare)
-                for source in ("content",) if syntax.bare else tuple(self._edges):
+                for source in ("content",) if syntax.bare or syntax.alone else tuple(self._edges):
                     self._edges[source].append(edge)
 
 

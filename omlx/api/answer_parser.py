@@ -17,6 +17,7 @@ from omlx.api.stop_strings import first_stop, overlap
 
 # A mark that is plain text is a quotation between two of one of these.
 _QUOTES = ("`", '"', "'")
+_FENCE = re.compile(r"[ \t>*-]*(```|~~~)")
 # As many characters of bare calls show whether they are calls.
 _LONGEST_HEAD = 200
 # What may stand between a message's beginning and calls.
@@ -72,6 +73,8 @@ class AnswerParser:
         self._open: _OpenCalls | None = None
         self._fresh = form.start == "reasoning"  # a mark was just passed: line breaks after it belong to it
         self._begun = False  # text other than white space was found
+        self._line = ""  # the last line of the text before `_buffer`
+        self._fenced = False  # it is inside a code fence
         self._behind_call = False
         self._cut = False
         self._no_calls = False  # what is left may be inside a call that was cut
@@ -132,6 +135,9 @@ class AnswerParser:
         marker, buffer = edge.marker, self._buffer
         at = buffer.find(marker)
         while at >= 0 and self._may_begin(edge, at):
+            if edge.calls is not None and edge.calls.alone and not self._is_alone(at):
+                at = buffer.find(marker, at + 1)
+                continue
             quote = self._quote(edge, at)
             if not quote or (final and at + len(marker) == len(buffer)):
                 return at, True
@@ -145,6 +151,11 @@ class AnswerParser:
 
     def _may_begin(self, edge: Edge, at: int) -> bool:
         return not edge.first or not (self._begun or self._buffer[:at].strip())
+
+    def _is_alone(self, at: int) -> bool:
+        """Whether a place in the buffer begins a line, outside of code fences."""
+        *lines, last = (self._line + self._buffer[:at]).split("\n")
+        return not last.strip() and self._fenced == (len([line for line in lines if _FENCE.match(line)]) % 2 == 1)
 
     def _quote(self, edge: Edge, at: int) -> str:
         """The quote mark before a place where a mark may be a quotation."""
@@ -218,7 +229,12 @@ class AnswerParser:
     def _take(self, characters: int) -> list[Found]:
         text = self._form.marks.read(self._buffer[:characters])
         self._before, self._buffer = text[-1:], self._buffer[characters:]
-        self._begun = self._begun or (self._state == "content" and bool(text.strip()))
+        if self._state == "content":
+            self._begun = self._begun or bool(text.strip())
+            *lines, self._line = (self._line + text).split("\n")
+            if len([line for line in lines if _FENCE.match(line)]) % 2:
+                self._fenced = not self._fenced
+            self._line = self._line[:_LONGEST_HEAD]
         self._held += text
         return self._release()
 
@@ -263,7 +279,8 @@ class AnswerParser:
         while (end := self._next_end(calls)) is not None:
             inside = self._buffer[calls.inside : end[0]]
             if calls.syntax.ends_after(inside, self._form.marks, self._form.tools):
-                return found + self._close(*end)
+                closing = self._closing(calls.syntax, end[0] + len(end[1]), final=final)
+                return (found or None) if closing is None else found + self._close(*end, closing)
             calls.passed.append(end)
             calls.scanned = end[0] + len(end[1])
         if not calls.syntax.ends and not self._hopeful(calls):
@@ -284,8 +301,16 @@ class AnswerParser:
     def _hopeful(self, calls: _OpenCalls) -> bool:
         return calls.syntax.hopeful(self._form.marks.read(self._buffer[calls.inside :][:_LONGEST_HEAD]))
 
-    def _close(self, at: int, mark: str) -> list[Found]:
-        """The end of calls at an end mark."""
+    def _closing(self, syntax: CallSyntax, end: int, *, final: bool) -> int | None:
+        """How many characters a mark that may follow the end takes; None if more of the answer will tell."""
+        mark = self._form.marks.write(syntax.closing)
+        rest = self._buffer[end:].lstrip()
+        if mark and rest.startswith(mark):
+            return len(self._buffer) - end - len(rest) + len(mark)
+        return None if mark and not final and mark.startswith(rest) else 0
+
+    def _close(self, at: int, mark: str, closing: int) -> list[Found]:
+        """The end of calls at an end mark, which a closing one may follow."""
         calls = self._open
         assert calls is not None
         if calls.stream is not None and calls.stream.begun:
@@ -294,7 +319,7 @@ class AnswerParser:
             read = self._read(calls, at)
         except ValueError as error:
             return self._unreadable(calls, at + len(mark), str(error))
-        return self._after_calls(at + len(mark), read)
+        return self._after_calls(at + len(mark) + closing, read)
 
     def _finish_calls(self, calls: _OpenCalls) -> list[Found]:
         """The end of the answer inside calls."""
@@ -304,9 +329,10 @@ class AnswerParser:
         # Of marks that may belong to a value the last one may end it. What was cut inside a value is no call.
         for at, mark in () if self._cut else reversed(calls.passed):
             try:
-                return self._after_calls(at + len(mark), self._read(calls, at))
+                found, end = self._read(calls, at), at + len(mark)
             except ValueError:
                 continue
+            return self._after_calls(end + (self._closing(calls.syntax, end, final=True) or 0), found)
         reason = "it is not complete"
         if not (self._cut and calls.syntax.ends):
             try:

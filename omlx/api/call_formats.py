@@ -50,8 +50,8 @@ def _functions(start: str, end: str, *, padded: bool) -> TaggedCalls:
     return TaggedCalls(
         start,
         (end,),
-        call=lambda mark: r"\s*<function=(?P<name>[^\s<>]+)>",
-        close=lambda mark: r"\s*</function>",
+        call=lambda mark: rf"\s*{mark('<function=')}(?P<name>[^\s<>]+)>",
+        close=lambda mark: rf"\s*{mark('</function>')}",
         argument=lambda mark: r"\s*<parameter=(?P<key>[^\s<>]+)>",
         value_end="</parameter>",
         padded=padded,
@@ -110,7 +110,24 @@ CALL_FORMATS = (
     ),
     CallFormat("seed", (("<seed:tool_call>",),), (_functions("<seed:tool_call>", "</seed:tool_call>", padded=False),)),
     CallFormat(
-        "qwen3_coder", (("<tool_call>", "<function="),), (_functions("<tool_call>", "</tool_call>", padded=True),)
+        "qwen3_coder",
+        (("<tool_call>", "<function="),),
+        (
+            _functions("<tool_call>", "</tool_call>", padded=True),
+            # The opening mark is often left out.
+            TaggedCalls(
+                "<function=",
+                ("</function>",),
+                call=lambda mark: r"(?P<name>[^\s<>]+)>",
+                argument=lambda mark: r"\s*<parameter=(?P<key>[^\s<>]+)>",
+                close=lambda mark: r"\s*\Z",
+                value_end="</parameter>",
+                padded=True,
+                declared=True,
+                alone=True,
+                closing="</tool_call>",
+            ),
+        ),
     ),
     CallFormat(
         "kimi_k2",

@@ -36,7 +36,8 @@ class CallSyntax:
 
     `inner` are further marks, inside. `bare`: `start` is no mark but the beginning of the calls, which counts only at
     the beginning of an answer. `declared`: only calls of tools that the request has count. `plain`: each call is
-    exactly a JSON object with `name` and `arguments`.
+    exactly a JSON object with `name` and `arguments`. `alone`: `start` counts only at the beginning of a line, outside
+    of code fences. `closing`: a mark that may follow the end.
     """
 
     start: str
@@ -45,6 +46,8 @@ class CallSyntax:
     bare: bool = False
     declared: bool = False
     plain: bool = False
+    alone: bool = False
+    closing: str = ""
 
     @property
     def marks(self) -> tuple[str, ...]:

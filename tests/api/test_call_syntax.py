@@ -188,6 +188,43 @@ def test_values_have_the_types_that_the_schema_allows():
         assert in_every_way(form, text) == [(NAME, {key: expected})]
 
 
+BARE_CALL = f"<function={NAME}>\n<parameter=text>\na\n</parameter>\n<parameter=lines>\n5\n</parameter>\n</function>"
+
+
+@pytest.mark.parametrize("tokens", [False, True], ids=["text", "tokens"])
+@pytest.mark.parametrize("closing", ["", "\n</tool_call>", "</tool_call>"])
+def test_calls_of_qwen3_coder_may_lack_the_opening_mark(tokens, closing):
+    form = answer_format(model("qwen3_coder", tokens=tokens), "", TOOLS)
+    call, read = BARE_CALL + closing, (NAME, {"text": "a", "lines": 5})
+    assert in_every_way(form, call) == [read]
+    between = in_every_way(form, f"I write.\n\n{call}\nand\n{call}")
+    assert between == [("text", "I write."), read, ("text", "\nand"), read]
+    assert in_every_way(form, f"{call}\n{call}") == [read, read]
+    assert in_every_way(form, f"```\nx = 1\n```\n{call}") == [("text", "```\nx = 1\n```"), read]
+    for label, value in NASTY.items():
+        written = f"<function={NAME}>\n<parameter=text>\n{value}\n</parameter>\n</function>{closing}"
+        assert in_every_way(form, written, sizes=(1, 9)) == [(NAME, {"text": value})], label
+    for at in range(1, len(BARE_CALL)):
+        assert in_every_way(form, BARE_CALL[:at], cut=True, sizes=(1,)) == [("text", BARE_CALL[:at])]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"Write `{BARE_CALL}` to call it.",
+        f"It is {BARE_CALL} there.",
+        f"```xml\n{BARE_CALL}\n```\ndone",
+        f"a\n\n~~~\nx\n{BARE_CALL}",
+        f"1. so:\n   ```\n   {BARE_CALL}\n   ```",
+        BARE_CALL.replace(NAME, "no_such_tool"),
+        f"<function={NAME}> is how it begins.",
+    ],
+)
+def test_calls_without_an_opening_mark_that_are_spoken_of_are_text(text):
+    form = answer_format(model("qwen3_coder", tokens=True), "", TOOLS)
+    assert in_every_way(form, text) == [("text", text)]
+
+
 def test_a_call_that_writes_a_call_is_one_call():
     form = answer_format(model("qwen3_coder", tokens=False), "", TOOLS)
     inner = f"<tool_call>\n{WRITERS['qwen3_coder']({'text': 'a'})}</tool_call>"
