@@ -49,8 +49,8 @@ class Archive:
         self._db: sqlite3.Connection | None = None
         self._lock = Lock()  # of the connection
         self._writer = ThreadPoolExecutor(1, "omlx-responses")
-        self._queued = 0
         self._used: dict[str, int] = {}
+        self._coming: set[str] = set()  # to be written soon
         self._going: set[str] = set()  # to be deleted soon
         self._next_try = 0.0
         self._failed = False
@@ -64,9 +64,9 @@ class Archive:
 
     def put(self, row: Row, data: bytes) -> None:
         """Writes a response soon."""
-        if self._queued < _MOST_QUEUED:
-            self._queued += 1
-            self._submit(lambda db: _put(db, row, data)).add_done_callback(self._written)
+        if len(self._coming) < _MOST_QUEUED:
+            self._coming.add(row.name)
+            self._submit(lambda db: _put(db, row, data)).add_done_callback(lambda _: self._coming.discard(row.name))
 
     def touch(self, name: str, used_ns: int) -> None:
         """Writes down with the next response when this one was used."""
@@ -107,9 +107,6 @@ class Archive:
 
     # ---- the file
 
-    def _written(self, _: "Future[bool | None]") -> None:
-        self._queued -= 1
-
     def _submit(self, work: Callable[[sqlite3.Connection], T]) -> "Future[T | None]":
         return self._writer.submit(self._guarded, work)
 
@@ -122,8 +119,8 @@ class Archive:
                     return None
                 with db:
                     result = work(db)
-                    while self._used:  # others may add some meanwhile
-                        name, used_ns = self._used.popitem()
+                    for name in [name for name in list(self._used) if name not in self._coming]:
+                        used_ns = self._used.pop(name)
                         db.execute("UPDATE responses SET used = ? WHERE name = ?", (used_ns, name))
             except (sqlite3.Error, OSError) as error:
                 self._fail(error)
