@@ -115,7 +115,7 @@ class DiskStore:
 
     def raise_if_locked(self) -> None:
         """Raises StoreLocked while another process works on the folder."""
-        if not self._connected():
+        if not self.connected:
             raise_if_locked(self.root)
 
     def add_user(self, user: StoreUser) -> None:
@@ -232,7 +232,7 @@ class DiskStore:
         return None if meta is None else meta.tokens
 
     def _read_failed(self, entry: Entry, error: DamagedBlock | OSError) -> None:
-        if (isinstance(error, OSError) and error.errno in _PASSING) or not self._connected():
+        if (isinstance(error, OSError) and error.errno in _PASSING) or not self.connected:
             self._trouble("read", error)
             self._queue.wake_in(0)
         elif self.blocks.drop_damaged(entry):
@@ -268,7 +268,7 @@ class DiskStore:
                 self._commit()
             self._write_file(path, pending, entry.meta)
         except (OSError, StoreLocked) as exc:
-            for_good = isinstance(exc, OSError) and exc.errno in _FOR_GOOD and self._connected()
+            for_good = isinstance(exc, OSError) and exc.errno in _FOR_GOOD and self.connected
             self._write_failed(entry, pending, for_good=for_good)
             if for_good:
                 self._say_for_good(entry.folder, exc)
@@ -346,7 +346,7 @@ class DiskStore:
     def _rest(self) -> None:
         """Nothing is left to do for now."""
         self._queue_waiting()
-        if not self._connected() and time.monotonic() >= self._retry_at:
+        if not self.connected and time.monotonic() >= self._retry_at:
             try:
                 self._ensure_connected()
                 self._works("open", "read")
@@ -365,13 +365,15 @@ class DiskStore:
 
     # ---- the folder: usable, gone, back again
 
-    def _connected(self) -> bool:
+    @property
+    def connected(self) -> bool:
+        """Whether this process has the folder, and no other."""
         lock = self._lock_file
         return lock is not None and lock.in_place()
 
     def _ensure_connected(self) -> None:
         """Raises OSError or StoreLocked if the folder cannot be used now."""
-        if not self._connected():
+        if not self.connected:
             self._connect()
             self._unlink_doomed()
             self._complete_index()
@@ -468,7 +470,7 @@ class DiskStore:
         index = self._index
         if index is None:
             return
-        if file_mark(index.path) != self._index_mark and self._connected():
+        if file_mark(index.path) != self._index_mark and self.connected:
             self._make_index_again(index, OSError(f"somebody changed or removed {INDEX_NAME}"))
         while changes := self.blocks.take_changes(_COMMIT_ROWS):
             try:
@@ -486,7 +488,7 @@ class DiskStore:
         self._trouble("index", error)
         self._back_off()
         self.blocks.give_back(changes)
-        if is_lost(error) and self._connected():
+        if is_lost(error) and self.connected:
             self._make_index_again(index, error)
 
     def _make_index_again(self, index: IndexFile, why: Exception) -> None:
@@ -508,7 +510,7 @@ class DiskStore:
 
     def _trouble(self, what: str, error: Exception) -> None:
         # The index fails with the files, and everything without the folder.
-        self._troubles.note(what, error, follows=what == "index" or not self._connected())
+        self._troubles.note(what, error, follows=what == "index" or not self.connected)
 
     def _say_for_good(self, folder: str, error: Exception) -> None:
         """Says once, for each model and kind of error, that a block's file cannot be made."""

@@ -27,7 +27,7 @@ from omlx.storage.feature_file import (
 from omlx.storage.feature_index import Entry, FeatureCounts, FeatureIndex, FileUsage, Found
 from omlx.storage.feature_listing import abandoned_files, feature_files, temporary_file
 from omlx.storage.folder import make_folder, remove
-from omlx.storage.open_stores import count_side_files, reserve_side_files, side_room
+from omlx.storage.open_stores import check_held, count_side_files, reserve_side_files, side_room
 from omlx.storage.tensor_file import BlockBuffer, DamagedBlock, TensorSpec, UnknownFormat
 from omlx.storage.troubles import Troubles
 from omlx.storage.write_queue import Task, WriteQueue
@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 
 _OPEN_WAIT_S = 2.0  # a start waits this long for the list of files, then goes on without
 _RETRY_S = 1.0  # after a failed write
+_REST_AGAIN_S = 5.0  # while the folder cannot be used
 _MOST_EVICTED = 4096
 _TOUCH_WITHIN_S = 1.0  # how long only memory may know of a change in the order of use
 
@@ -272,6 +273,7 @@ class FeatureFolder:
 
     def _write_file(self, key: FeatureKey, features: BlockBuffer, size: int) -> bool:
         """False if there is no room for it."""
+        check_held(self.path)
         if self._unsure or not os.path.isdir(self.path):
             self._list()
         if not self._make_room(key, size):
@@ -305,6 +307,7 @@ class FeatureFolder:
             entry = self._index.get(key)
             if entry is None or (not entry.gone and entry.pending is None):
                 return
+        check_held(self.path)
         remove(self._path(key))
         with self._lock:
             entry = self._index.get(key)
@@ -360,6 +363,7 @@ class FeatureFolder:
     def _rest(self) -> None:
         """Nothing is left to do for now: order of use to the files, limits that others changed."""
         try:
+            check_held(self.path)
             if self._unsure or not os.path.isdir(self.path):
                 self._list()
             self._save_order()
@@ -368,6 +372,7 @@ class FeatureFolder:
         except OSError as exc:
             self._unsure = True
             self._troubles.note("write", exc)
+            self._queue.wake_in(_REST_AGAIN_S)
         count_side_files(self.path, self._index.file_bytes)
 
     def _expire(self) -> None:
@@ -450,6 +455,7 @@ class FeatureFolder:
 
     def _list(self) -> None:
         """Makes the entries what the folder holds; those that wait for their write stay. Raises OSError."""
+        check_held(self.path)
         make_folder(self.path)
         for path in abandoned_files(self.path):
             with contextlib.suppress(OSError):

@@ -1,5 +1,6 @@
 """The stores that this process has open: one for each cache root, however many use it."""
 
+import errno
 from pathlib import Path
 
 from omlx.storage.disk_store import DiskStore
@@ -76,6 +77,14 @@ def count_side_files(folder: Path, nbytes: int) -> None:
         _side_bytes[folder] = nbytes
         for store in _stores_above(folder):
             store.blocks.count_other_files(str(folder), nbytes)
+
+
+def check_held(folder: Path) -> None:
+    """Raises OSError while a root of this process above `folder` is another process's, or cannot be used."""
+    with _stores.lock:
+        waiting = next((store.root for store in _stores_above(folder) if not store.connected), None)
+    if waiting is not None:
+        raise OSError(errno.EBUSY, f"{waiting} is in use by another process, or cannot be used")
 
 
 def _stores_above(folder: Path) -> list[DiskStore]:

@@ -401,3 +401,50 @@ def test_a_process_killed_in_the_middle_of_a_write_leaves_whole_files_and_no_oth
     there = [n for n in range(2, 200) if file_of(folder, n).exists()]
     assert all(found(cache, n, LARGE) for n in there) and cache.stats.errors == 0 and cache.check() == []
     assert cache.usage.disk_bytes == folder_bytes(folder)
+
+
+def test_a_process_that_waits_for_the_root_reads_features_and_changes_none(tmp_path):
+    """Another one has the root: its files stay, half-written ones too. When it ends this one takes over."""
+    folder = tmp_path / VISION_FOLDER
+    script = f"""
+        import sys, time
+        from pathlib import Path
+        from omlx.storage.open_stores import open_store
+        from omlx.cache.vision_feature_cache import VisionFeatureSSDCache
+        import mlx.core as mx
+        store = open_store(Path({str(tmp_path)!r}), 64 << 20, 64 << 20, 0)
+        cache = VisionFeatureSSDCache({str(folder)!r}, 0)
+        from tests.cache.test_features_in_trouble import put
+        put(cache, 1, 2)
+        assert cache.flush(60)
+        print("ready", flush=True)
+        time.sleep(600)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), *sys.path])}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ) as other:
+        assert other.stdout is not None and other.stdout.readline() == "ready\n"
+        temporary = folder / f".omlx-{other.pid}.tmp"
+        temporary.write_bytes(b"half")
+        store = open_store(tmp_path, 64 * MB, 64 * MB, 0, wait_for_lock=True)
+        small = file_of(folder, 1).stat().st_size + 10
+        cache = VisionFeatureSSDCache(folder, 0, max_disk_bytes=small, free_reserve_bytes=0)
+        try:
+            assert found(cache, 1) and found(cache, 2)
+            put(cache, 3)
+            assert not cache.flush(60)
+            assert temporary.exists() and not file_of(folder, 3).exists()
+            assert file_of(folder, 1).exists() and file_of(folder, 2).exists()
+            other.kill()
+            other.wait()
+            wait_until(lambda: store.connected, 60)
+
+            def writes() -> bool:
+                put(cache, 3)
+                return cache.flush(60) and file_of(folder, 3).exists()
+
+            wait_until(writes, 60)
+            assert not temporary.exists() and folder_bytes(folder) <= small
+        finally:
+            cache.close(60)
+            release_store(store, 60)
