@@ -20,6 +20,7 @@ from omlx.errors import OmlxError
 from omlx.storage.bookkeeping import Key
 from omlx.storage.tensor_file import TEMP_PREFIX, TEMP_SUFFIX
 
+_LOOK_S = 0.1  # longer than another process needs to see whether a root is locked
 LOCK_NAME = ".lock"
 INDEX_NAME = "index.sqlite"
 SNAPSHOT_NAME = "index.snapshot"
@@ -257,7 +258,7 @@ class FolderLock:
     def _locked(self, root: Path) -> int:
         fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _take(fd)
         except OSError as exc:
             locked = _locked_by(root, fd)
             os.close(fd)
@@ -286,6 +287,20 @@ class FolderLock:
     def release(self) -> None:
         """Frees the folder."""
         os.close(self._fd)
+
+
+def _take(fd: int) -> None:
+    """Takes the lock. Raises BlockingIOError if another process has it, and not only looks (`raise_if_locked`)."""
+    until = time.monotonic() + _LOOK_S
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= until:
+                raise
+            time.sleep(_LOOK_S / 10)
+        else:
+            return
 
 
 def raise_if_locked(root: Path) -> None:

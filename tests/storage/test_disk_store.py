@@ -1,5 +1,6 @@
 import contextlib
 import errno
+import fcntl
 import logging
 import os
 import shutil
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from omlx.storage import open_stores
+from omlx.storage import folder, open_stores
 from omlx.storage.block_table import BlockTable, Entry
 from omlx.storage.clearing import clear
 from omlx.storage.folder import INDEX_NAME, FolderLock, StoreLocked, block_path, folder_name, model_of
@@ -826,3 +827,13 @@ def test_a_folder_that_was_cleared_offline_is_not_looked_through(opened, monkeyp
     monkeypatch.setattr(Recovery, "count_files", lambda *_, **__: pytest.fail("the folder was looked through"))
     store = opened()
     assert held(store, "other") == {0} and held(store) == set() and store.check() == []
+
+
+def test_another_process_that_looks_at_the_lock_does_not_fail_a_start(tmp_path, monkeypatch):
+    """A look takes the lock as well, for a moment; here it ends when the start has met it once."""
+    FolderLock(tmp_path).release()
+    monkeypatch.setattr(folder, "_LOOK_S", 60.0)
+    with open(tmp_path / folder.LOCK_NAME, "rb") as file:
+        fcntl.flock(file, fcntl.LOCK_SH)
+        monkeypatch.setattr(folder.time, "sleep", lambda _: fcntl.flock(file, fcntl.LOCK_UN))
+        FolderLock(tmp_path).release()
