@@ -12,6 +12,7 @@ that grows keeps its prefix.
 import hashlib
 import json
 import logging
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
@@ -26,6 +27,8 @@ log = logging.getLogger(__name__)
 Message = dict[str, Any]
 Content = str | list[dict[str, Any]]
 
+# Where templates look for past reasoning. "parts": parts of the content of type "thinking".
+_REASONING = ("reasoning_content", "thinking", "reasoning", "parts")
 # Stands in for the user where a template wants one first.
 _OPENING = "[The conversation continues.]"
 PROBE_NAME = "probe_tool"
@@ -53,6 +56,8 @@ class TemplateHabits:
     `any_arguments`: those that are no mapping, too; `any_ids`: call ids of any form (else nine letters and digits);
     `several_calls` in a message; `unanswered` calls; `orphans`: results without a call; `user_after_result`.
     `shown_call`: a conversation with a call of `PROBE_NAME`, as the template writes it.
+    `reasoning`: the field of a message that has its reasoning, or "parts" for parts of its content;
+    `reasoning_beside_text`: in a message with calls and text.
     """
 
     text: bool = True
@@ -72,10 +77,12 @@ class TemplateHabits:
     orphans: bool = True
     user_after_result: bool = True
     shown_call: str = field(default="", compare=False)
+    reasoning: str = "reasoning_content"
+    reasoning_beside_text: bool = True
 
 
 FREE = TemplateHabits()
-_HABITS = [habit.name for habit in fields(TemplateHabits) if habit.compare]
+_HABITS = [habit.name for habit in fields(TemplateHabits) if isinstance(habit.default, bool)]
 _STRICT: dict[str, Any] = dict.fromkeys(_HABITS, False) | {"text": True, "mappings": True}
 STRICTEST = TemplateHabits(**_STRICT)
 """Of a template about which nothing is certain: system text inside the first user message, strict turns, no calls."""
@@ -145,7 +152,31 @@ class _Trial:
         self._learn("only_system", "s")
         self._learn("assistant_first", "au", f"{lead}au")
         self._learn_calls()
+        self._learn_reasoning()
         return self._habits
+
+    def _learn_reasoning(self) -> None:
+        """The first place from which the template shows an answer's reasoning, as the last one or before others."""
+        shapes = ("ua", "uau", "uaua", *(("ucr", "ucra") if self._habits.calls else ()))
+        for place in _REASONING:
+            trial = replace(self._habits, reasoning=place)
+            if any(self._shows_reasoning(shape, trial) for shape in shapes):
+                self._habits = trial
+                break
+        else:
+            return
+        if self._habits.calls and self._shows_reasoning("ucr", self._habits):
+            beside = self._shows_reasoning("ucr", self._habits, "probetext")
+            self._habits = replace(self._habits, reasoning_beside_text=beside)
+
+    def _shows_reasoning(self, shape: str, habits: TemplateHabits, text: str = "") -> bool:
+        messages, words = _conversation(shape)
+        messages[1] |= {"reasoning_content": "probethought"} | ({"content": text} if text else {})
+        shown = self._shown(messages, habits, [_TOOL] if "c" in shape or self._tools else ())
+        # Some templates write a list as Python does.
+        if re.search(r"type\W{1,6}thinking", shown):
+            return False
+        return all(word in shown for word in ("probethought", text, *words))
 
     def _learn_calls(self) -> None:
         """The first way to write calls that works, and what else goes with it."""
@@ -188,7 +219,14 @@ class _Trial:
     def _shown(self, messages: list[Message], habits: TemplateHabits, tools: Sequence[Message]) -> str:
         """"" for what the template refuses."""
         # Only what is known by now is adapted: how contents, arguments and ids are written.
-        known = replace(FREE, text=habits.text, mappings=habits.mappings, any_ids=habits.any_ids)
+        known = replace(
+            FREE,
+            text=habits.text,
+            mappings=habits.mappings,
+            any_ids=habits.any_ids,
+            reasoning=habits.reasoning,
+            reasoning_beside_text=habits.reasoning_beside_text,
+        )
         try:
             return render(self._tokenizer, self._name, adapted(messages, known).messages, {}, tools)
         except TemplateRefused:
@@ -238,7 +276,23 @@ def adapted(messages: Sequence[Message], habits: TemplateHabits) -> Adapted:
         made = work.turns(work.calls(work.systems(made)))
         if not habits.text:
             made = [message | {"content": _parts(message["content"])} for message in made]
+        if habits.reasoning != "reasoning_content" or not habits.reasoning_beside_text:
+            made = [_with_reasoning(message, habits) for message in made]
     return Adapted(made, tuple(dict.fromkeys(work.changes)))
+
+
+def _with_reasoning(message: Message, habits: TemplateHabits) -> Message:
+    """The message with its reasoning where the template looks for it."""
+    thought = message.get("reasoning_content")
+    if not thought:
+        return message
+    made = {key: value for key, value in message.items() if key != "reasoning_content"}
+    content = message["content"]
+    if habits.reasoning == "parts":
+        return made | {"content": [{"type": "thinking", "thinking": thought}, *(_parts(content) if content else ())]}
+    if content and message.get("tool_calls") and not habits.reasoning_beside_text:
+        thought, content = f"{thought}\n\n{_text(content)}", ""
+    return made | {"content": content, habits.reasoning: thought}
 
 
 class _Adapter:
