@@ -54,6 +54,16 @@ class ResponseAnswer(BaseModel):
     usage: Usage
 
 
+class CompactedAnswer(BaseModel):
+    """`output`: the messages of the user, then one compaction item."""
+
+    id: str
+    object: Literal["response.compaction"]
+    created_at: int
+    output: list[dict[str, Any]]
+    usage: Usage
+
+
 class InputTokensAnswer(BaseModel):
     object: Literal["response.input_tokens"]
     input_tokens: int

@@ -257,6 +257,10 @@ class InputTokensBody(ResponsesBody):
     input: str | Annotated[list[Item], at_most(MAX_MESSAGES)] | None = None  # type: ignore[assignment]
 
 
+class CompactBody(InputTokensBody):
+    """POST /v1/responses/compact: of what there is in a request those fields that make the prompt."""
+
+
 # Fields that ask for what there is not, and what they may hold all the same.
 NOT_SUPPORTED: NotSupported = {
     **OTHER_FORMATS,

@@ -16,6 +16,7 @@ from omlx.api.responses.body import (
     OtherItem,
     ReasoningItem,
 )
+from omlx.api.responses.compaction import message_of
 from omlx.api.responses.tools import name_in_prompt
 from omlx.api.tool_content import brought_line, result_content
 
@@ -92,6 +93,8 @@ class Conversation:
             self._answer(_CALLS).setdefault("tool_calls", []).append(past_call(call_id, name[:200], arguments))
             if item.type == "mcp_call" and isinstance(output, str):
                 self._append({"role": "tool", "content": output, "tool_call_id": call_id})
+        elif item.type == "compaction" and (summary := message_of(given.get("encrypted_content"))) is not None:
+            self._append({"role": "user", "content": summary})
         elif text := brought_line(given):
             self._answer(_TEXT)["content"] = text
 

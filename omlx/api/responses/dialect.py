@@ -78,7 +78,7 @@ class ResponsesDialect:
 
     def _finished(self, usage: Usage) -> Json:
         details = {"incomplete_details": {"reason": "max_output_tokens"}} if self._cut else {}
-        more = {"completed_at": int(time.time()), "usage": self._usage(usage)} | details
+        more = {"completed_at": int(time.time()), "usage": usage_body(usage, self._writes_cache)} | details
         response = self._response("incomplete" if self._cut else "completed", more)
         self._keep(response)
         return response
@@ -97,16 +97,6 @@ class ResponsesDialect:
         rest = {"completed_at": None, "error": None, "incomplete_details": None, "usage": None}
         return head | rest | self._echo | {"output": list(self._output.items)} | (more or {})
 
-    def _usage(self, usage: Usage) -> Json:
-        written = usage.prompt_tokens - usage.cached_tokens if self._writes_cache else 0
-        return {
-            "input_tokens": usage.prompt_tokens,
-            "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": written},
-            "output_tokens": usage.completion_tokens,
-            "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
-            "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-        }
-
     def _numbered(self, events: list[Json]) -> list[str]:
         frames = []
         for event in events:
@@ -114,6 +104,18 @@ class ResponsesDialect:
             frames.append(f"event: {event['type']}\ndata: {compact_json(body)}\n\n")
             self._number += 1
         return frames
+
+
+def usage_body(usage: Usage, writes_cache: bool) -> Json:
+    """What an answer took, as the endpoint tells it."""
+    written = usage.prompt_tokens - usage.cached_tokens if writes_cache else 0
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": written},
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+    }
 
 
 def _error_code(fault: Fault) -> str:

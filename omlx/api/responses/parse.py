@@ -1,16 +1,17 @@
 """From a body of POST /v1/responses to the request, and what is kept of it."""
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from omlx.api.chat import ChatPrompt, ChatRequest, OutputFormat, unset_fields
+from omlx.api.chat import ChatPrompt, ChatRequest, OutputFormat, ToolChoice, unset_fields
 from omlx.api.openai import sampling_of
 from omlx.api.openai_body import MAX_MESSAGES
 from omlx.api.openai_tools import format_of, template_args
 from omlx.api.responses.body import (
     ITEM,
     LOGPROBS,
+    CompactBody,
     Item,
     LeftOutTool,
     MessageItem,
@@ -18,6 +19,7 @@ from omlx.api.responses.body import (
     ResponsesBody,
     validated_body,
 )
+from omlx.api.responses.compaction import MOST_TOKENS, QUESTION, CompactDialect
 from omlx.api.responses.conversation import Conversation
 from omlx.api.responses.dialect import ResponsesDialect
 from omlx.api.responses.output import new_id
@@ -72,6 +74,34 @@ def parse_input_tokens(body: Json, store: ResponseStore, owner: bytes) -> ChatRe
     """The request whose prompt is counted. Raises BadRequest, which names the field."""
     whole = body if body.get("input") is not None else body | {"input": []}
     return parse(whole, store, owner)[0]
+
+
+def parse_compact(body: Json, store: ResponseStore, owner: bytes) -> tuple[ChatRequest, CompactDialect]:
+    """The request for a summary of a conversation. Its prompt begins as that of the conversation's next turn does.
+
+    Raises BadRequest, which names the field.
+    """
+    whole = body if body.get("input") is not None else body | {"input": []}
+    whole = {name: value for name, value in whole.items() if name in CompactBody.model_fields}
+    fields = validated_body(whole | {"stream": False, "max_output_tokens": MOST_TOKENS, "text": None})
+    tools = tools_of(fields)
+    given = _given(fields, whole, store, owner)
+    earlier = [] if fields.previous_response_id is None else store.conversation(owner, fields.previous_response_id)
+    prompt = _prompt(fields, given, tools, store, owner)
+    question = {"role": "user", "content": QUESTION}
+    request = ChatRequest(
+        model=fields.model,
+        prompt=replace(prompt, messages=[*prompt.messages, question]),
+        sampling=sampling_of(fields, MOST_TOKENS, None),
+        use_cache=fields.cache is not False,
+        cache_salt=fields.cache_salt or "",
+        prompt_field="input",
+        tool_choice=ToolChoice("none"),
+        unset=unset_fields(fields),
+    )
+    items = [*earlier, *(_kept(one) for one in given)]
+    said = [item for item in items if item.get("type", "message") == "message" and item.get("role") == "user"]
+    return request, CompactDialect(said, writes_cache=request.use_cache)
 
 
 def _warn_of_left_out(fields: ResponsesBody) -> None:

@@ -11,9 +11,9 @@ from fastapi.responses import JSONResponse, Response
 
 from omlx.api.chat import ChatRequest, Parse
 from omlx.api.openapi import documented
-from omlx.api.responses.answers import DeletedAnswer, InputTokensAnswer, ItemsAnswer, ResponseAnswer
-from omlx.api.responses.body import InputTokensBody, ResponsesBody
-from omlx.api.responses.parse import parse, parse_input_tokens
+from omlx.api.responses.answers import CompactedAnswer, DeletedAnswer, InputTokensAnswer, ItemsAnswer, ResponseAnswer
+from omlx.api.responses.body import CompactBody, InputTokensBody, ResponsesBody
+from omlx.api.responses.parse import parse, parse_compact, parse_input_tokens
 from omlx.api.responses.store import ResponseStore
 from omlx.errors import BadRequest
 
@@ -37,6 +37,9 @@ def router(
 
     async def create(http: Request) -> Response:
         return await answer(http, partial(parse, store=store, owner=owner_of(http)))
+
+    async def compact(http: Request) -> Response:
+        return await answer(http, partial(parse_compact, store=store, owner=owner_of(http)))
 
     async def retrieve(http: Request) -> Response:
         if http.query_params.get("stream", "false") != "false":
@@ -69,6 +72,8 @@ def router(
     routes.add_api_route("/v1/responses", create, methods=["POST"], **made)
     counted = documented("Tokens of a response's input", InputTokensBody, InputTokensAnswer, errors=(404, 503))
     routes.add_api_route("/v1/responses/input_tokens", input_tokens, methods=["POST"], **counted)
+    compacted = documented("A conversation made short", CompactBody, CompactedAnswer, errors=(404, 503))
+    routes.add_api_route("/v1/responses/compact", compact, methods=["POST"], **compacted)
     cancelled = documented("Cancel a background response", **known)
     cancelled["responses"][200] = {"model": ResponseAnswer, "description": "Never: there are no background responses."}
     routes.add_api_route(f"{one}/cancel", cancel, methods=["POST"], **cancelled)
