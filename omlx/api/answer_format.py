@@ -193,7 +193,12 @@ def _written(tokenizer: Any, known: CallFormat | None) -> Written | None:
     shown = habits_of(tokenizer, tools=True).shown_call
     for way in known.written:
         head = way.head.replace("NAME", PROBE_NAME).replace("NUMBER", "0")
-        if f"{way.begin}{head}{PROBE_ARGUMENTS}{way.tail}" in shown:
+        inside = PROBE_ARGUMENTS
+        if way.member:
+            before, after = way.member
+            members = json.loads(PROBE_ARGUMENTS).items()
+            inside = "".join(before.replace("KEY", key) + value + after for key, value in members)
+        if f"{way.begin}{head}{inside}{way.tail}" in shown:
             return way
     template, added = _template(tokenizer), added_tokens(tokenizer)
     return next((way for way in known.written if all(s in template or s in added for s in way.signs)), None)

@@ -17,7 +17,8 @@ class Written(NamedTuple):
     Each call is `head`, its arguments as JSON and `tail`; several have `between` between them (None: there is only
     one), all of them `begin` and `end` around them. In a head NAME stands for the tool's name, NUMBER for the call's
     number, from 0. `signs`: the template's text or the tokenizer has all of these. `syntax`: which of the format's
-    syntaxes reads it.
+    syntaxes reads it. `member`: arguments are no JSON object, but each stands between these two, in which KEY is its
+    name.
     """
 
     head: str
@@ -27,6 +28,7 @@ class Written(NamedTuple):
     end: str = ""
     signs: tuple[str, ...] = ()
     syntax: int = 0
+    member: tuple[str, str] | None = None
 
 
 class CallFormat(NamedTuple):
@@ -90,6 +92,16 @@ CALL_FORMATS = (
                 value_end="</parameter>",
             ),
         ),
+        (
+            Written(
+                '<invoke name="NAME">\n',
+                "</invoke>\n",
+                "",
+                "<minimax:tool_call>\n",
+                "</minimax:tool_call>",
+                member=('<parameter name="KEY">', "</parameter>\n"),
+            ),
+        ),
     ),
     CallFormat(
         "gemma4",
@@ -102,13 +114,37 @@ CALL_FORMATS = (
         (BraceCalls("<start_function_call>", ("<end_function_call>",), ("<escape>",), quote="<escape>"),),
     ),
     CallFormat("longcat", (("<longcat_tool_call>",),), (_keys_and_values("longcat_"),)),
-    CallFormat("glm47", (("<arg_key>",),), (_keys_and_values(""),)),
+    CallFormat(
+        "glm47",
+        (("<arg_key>",),),
+        (_keys_and_values(""),),
+        (
+            Written(
+                "<tool_call>NAME\n",
+                "</tool_call>",
+                "\n",
+                member=("<arg_key>KEY</arg_key>\n<arg_value>", "</arg_value>\n"),
+            ),
+        ),
+    ),
     CallFormat(
         "pythonic",
         (("<|tool_list_start|>",), ("<|tool_call_start|>",)),
         (PythonCalls("<|tool_call_start|>", ("<|tool_call_end|>",)),),
     ),
-    CallFormat("seed", (("<seed:tool_call>",),), (_functions("<seed:tool_call>", "</seed:tool_call>", padded=False),)),
+    CallFormat(
+        "seed",
+        (("<seed:tool_call>",),),
+        (_functions("<seed:tool_call>", "</seed:tool_call>", padded=False),),
+        (
+            Written(
+                "<seed:tool_call>\n<function=NAME>\n",
+                "</function>\n</seed:tool_call>",
+                "\n",
+                member=("<parameter=KEY>", "</parameter>\n"),
+            ),
+        ),
+    ),
     CallFormat(
         "qwen3_coder",
         (("<tool_call>", "<function="),),
@@ -126,6 +162,14 @@ CALL_FORMATS = (
                 declared=True,
                 alone=True,
                 closing="</tool_call>",
+            ),
+        ),
+        (
+            Written(
+                "<tool_call>\n<function=NAME>\n",
+                "</function>\n</tool_call>",
+                "\n",
+                member=("<parameter=KEY>\n", "\n</parameter>\n"),
             ),
         ),
     ),

@@ -17,7 +17,7 @@ from omlx.api.call_formats import GENERIC_CALLS, GENERIC_WRITTEN, Written
 from omlx.api.chat import ChatRequest, OutputFormat, ToolChoice
 from omlx.errors import BadRequest
 from omlx.model import grammar as grammars
-from omlx.model.json_schema import arguments
+from omlx.model.json_schema import PROSE, arguments
 from omlx.model.schema_trial import problems, relaxed
 from omlx.request import GrammarSpec
 
@@ -29,6 +29,10 @@ MOST_CALLS = 8
 # As templates write JSON, so that a call is the same text when it comes back in a prompt.
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _SPACE = r"SPACE: /[ \n]{0,4}/"
+_TAG = re.compile(r"</?[\w:.]+(?:[=>]| name=)")
+# What a schema may have if its arguments are written one by one.
+_OBJECT_KEYWORDS = frozenset({"type", "properties", "required", "additionalProperties"})
+_MEMBER_NAME = re.compile(r"[A-Za-z0-9_.-]+")
 _TEXT = r"TEXT: /(.|\n)*/"
 
 
@@ -43,12 +47,13 @@ def constrained(asked: ChatRequest, form: AnswerFormat, tokenizer: Any) -> tuple
     may_call = bool(form.calls) and (must_call or output is not None or choice.strict or bool(choice.allowed))
     if not may_call:
         return _of_output(output, form, tokenizer), form
-    if form.written is None or not (must_call or _has_mark(form, form.written)):
+    called = _called(form.tools, choice)
+    if form.written is None or not (must_call or _has_mark(form, form.written)) or not _writable(form.written, called):
         if not (must_call or output is not None):
             return None, form  # calls of this form cannot be held to schemas or names
         form = form.with_calls(GENERIC_CALLS)
     grammar = _Grammar(tokenizer, form)
-    grammar.bodies(form.tools, choice)
+    grammar.bodies(called, choice)
     if must_call:
         grammar.start(grammar.calls(choice))
     elif output is not None:
@@ -56,6 +61,44 @@ def constrained(asked: ChatRequest, form: AnswerFormat, tokenizer: Any) -> tuple
     else:
         grammar.start(grammar.text_and(choice))
     return GrammarSpec("lark", grammar.text()), replace(form, enforced=True)
+
+
+def _called(tools: Sequence[dict[str, Any]], choice: ToolChoice) -> list[dict[str, Any]]:
+    """The functions that may be called."""
+    functions = [tool["function"] for tool in tools]
+    allowed = (choice.name,) if choice.mode == "named" else choice.allowed
+    return [function for function in functions if not allowed or function["name"] in allowed]
+
+
+def _writable(written: Written, functions: Sequence[dict[str, Any]]) -> bool:
+    """Whether arguments that fit the schemas can be written in this way, where they are no JSON: if all are simple."""
+    return written.member is None or all(_has_simple_members(function["parameters"]) for function in functions)
+
+
+def _has_simple_members(schema: Any) -> bool:
+    if not isinstance(schema, dict) or not schema.keys() - PROSE <= _OBJECT_KEYWORDS or schema.get("type") != "object":
+        return False
+    properties = schema.get("properties", {})
+    return set(schema.get("required", ())) <= properties.keys() and all(
+        _MEMBER_NAME.fullmatch(key) and _is_simple(member) for key, member in properties.items()
+    )
+
+
+def _is_simple(schema: Any) -> bool:
+    """Any text, texts of a list that hold no tag, or a number or the like."""
+    if not isinstance(schema, dict):
+        return False
+    keys, kind = schema.keys() - PROSE, schema.get("type")
+    if kind in ("integer", "number", "boolean"):
+        return keys <= {"type", "minimum", "maximum"} and (kind != "number" or {"minimum", "maximum"} <= keys)
+    texts = _texts(schema)
+    simple = all(isinstance(text, str) and "<" not in text for text in texts) and schema.get("enum") != []
+    return kind == "string" and keys <= {"type", "enum", "const"} and len(keys) <= 2 and simple
+
+
+def _texts(schema: dict[str, Any]) -> list[Any]:
+    """The only texts that fit the schema of a text; none if all do."""
+    return [schema["const"]] if "const" in schema else list(schema.get("enum", ()))
 
 
 def _has_mark(form: AnswerFormat, written: Written) -> bool:
@@ -227,18 +270,45 @@ class _Grammar:
         ends = getattr(self._tokenizer, "eos_token_ids", ())
         return self._joined(parts[:-1] if parts and parts[-1] in ends else parts)
 
-    def bodies(self, tools: Sequence[dict[str, Any]], choice: ToolChoice) -> None:
+    def bodies(self, functions: Sequence[dict[str, Any]], choice: ToolChoice) -> None:
         """Each tool has a rule of its own, so that its schema stays a document, whose references hold."""
-        functions = [tool["function"] for tool in tools]
-        if allowed := (choice.name,) if choice.mode == "named" else choice.allowed:
-            functions = [function for function in functions if function["name"] in allowed]
         for index, function in enumerate(functions):
             self._functions.append(function["name"])
+            if self._written.member:
+                self._rules.append(f"arguments_{index}: {self._members(function['parameters'], *self._written.member)}")
+                continue
             try:
                 schema = _arguments(function["parameters"], strict=choice.strict)
             except BadRequest as error:
                 raise BadRequest(f"{function['name']}: {error}") from error
             self._rules.append(f"arguments_{index}: %json {_json(schema)}")
+
+    def _members(self, schema: dict[str, Any], before: str, after: str) -> str:
+        """Arguments of a schema with simple members, in the schema's order."""
+        required = schema.get("required", ())
+        written = []
+        for key, member in schema.get("properties", {}).items():
+            value = f"{self._marker(before.replace('KEY', key))} {self._member(member, after)}"
+            written.append(value if key in required else f"({value})?")
+        return " ".join(written) or '""'
+
+    def _member(self, schema: dict[str, Any], after: str) -> str:
+        """A value and what follows it."""
+        end = self._marker(after)
+        if schema["type"] != "string":
+            return f"%json {_json({key: schema[key] for key in schema.keys() - PROSE})} {end}"
+        if texts := _texts(schema):
+            return f"({' | '.join(map(_json, texts))}) {end}"
+        if isinstance(self._parts(after)[0], int):
+            return f"TEXT {end}"
+        if "value" not in self._named:
+            self._named.add("value")
+            written = self._written
+            whole = "".join((written.begin, written.head, *(written.member or ()), written.tail, written.end))
+            tags = sorted({*_TAG.findall(whole), "<![CDATA["})
+            none = f"~/(.|\\n)*({'|'.join(map(_pattern, tags))})(.|\\n)*/"
+            self._rules.append(f"value[lazy]: (/(.|\\n)*/ & {none}) {end}")
+        return "value"
 
     # ---- reasoning and marks
 

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import json
+import random
 from dataclasses import replace
 from typing import Any
 
@@ -22,10 +23,14 @@ from tests.api.test_constraints import Model
 from tests.small_tokenizers import with_marks
 
 NATIVE = sorted(known.name for known in CALL_FORMATS if known.written)
+TAGGED = [known.name for known in CALL_FORMATS for way in known.written if way.member]
 BARE = ("llama",)
 SCHEMA = {
     "type": "object",
-    "properties": {"text": {"enum": ["a", "Grüße"]}, "lines": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "properties": {
+        "text": {"type": "string", "enum": ["a", "Grüße"]},
+        "lines": {"type": "integer", "minimum": 1, "maximum": 9},
+    },
     "required": ["text", "lines"],
     "additionalProperties": False,
 }
@@ -73,7 +78,10 @@ def written(name: str, form, arguments) -> str:
 
 def only(schema, arguments) -> dict:
     """The schema that nothing but these arguments fits."""
-    return schema | {"properties": {key: {"const": value} for key, value in arguments.items()}}
+    members = {key: {"const": value} for key, value in arguments.items()}
+    members["text"]["type"] = "string"
+    members["lines"] = {"type": "integer", "minimum": arguments["lines"], "maximum": arguments["lines"]}
+    return schema | {"properties": members}
 
 
 @pytest.mark.parametrize(("model", "name"), [(name, name) for name in NATIVE], indirect=["model"])
@@ -149,6 +157,64 @@ def test_json_or_a_call_of_gpt_oss():
     assert in_every_way(form, generic) == [(NAME, {"text": "a", "lines": 3})]
 
 
+@pytest.mark.parametrize("model", TAGGED, indirect=True)
+def test_any_text_without_tags_is_a_value_as_it_is(model):
+    schema = {"type": "object", "properties": {"text": {"type": "string"}, "lines": {"type": "integer"}}}
+    spec, form = model.held(schema | {"required": ["text"]}, parallel=False)
+    assert not form.calls[0].plain
+    name = next(name for name in TAGGED if form.calls == {k.name: k.calls for k in CALL_FORMATS}[name])
+    taken = 0
+    for label, value in NASTY.items():
+        for arguments in ({"text": value}, {"text": value, "lines": 7}):
+            text = written(name, form, arguments)
+            if model.takes(spec, text):
+                taken += 1
+                assert in_every_way(form, text, sizes=(1, 9)) == [(NAME, arguments)], label
+    assert taken >= 2 * len(NASTY) - 6
+
+
+PIECES = (
+    "a", " ", "\n", "<", "</", ">", "parameter", "</parameter", "</parameter >", "<parameter=", "<parameter =x>",
+    "<function",
+    "</function", "</function >", "</tool_call", "<tool_call", "<invoke ", "<parameter name", "<parameter  name=x>",
+    "</invoke", "<arg_key", "</arg_value", "<![CDATA", "]]>", "'", '"', "`", "```\n", "&quot;", "{", "}", "null",
+    "=x>", "<minimax:", "</minimax:tool_call",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("model", TAGGED, indirect=True)
+def test_a_text_that_the_grammar_takes_is_read_as_it_is(model):
+    rng = random.Random(5)
+    schema = {"type": "object", "properties": {"text": {"type": "string"}, "lines": {"type": "integer"}}}
+    spec, form = model.held(schema | {"required": ["text"]}, parallel=False)
+    name = next(name for name in TAGGED if form.calls == {k.name: k.calls for k in CALL_FORMATS}[name])
+    matcher, taken = model.matcher(spec), 0
+    for index in range(300):
+        arguments = {"text": "".join(rng.choices(PIECES, k=rng.randint(0, 7)))} | ({"lines": 7} if index % 2 else {})
+        text = written(name, form, arguments)
+        tokens = model.tokenizer.encode(text, add_special_tokens=False)
+        trial = matcher.deep_copy()
+        if trial.try_consume_tokens(tokens) == len(tokens) and trial.is_accepting():
+            taken += 1
+            assert in_every_way(form, text, sizes=(4,)) == [(NAME, arguments)]
+    assert taken > 200
+
+
+@pytest.mark.parametrize(
+    "member",
+    [
+        {"type": "array"},
+        {"type": ["string", "null"]},
+        {"type": "string", "pattern": "a"},
+        {"type": "string", "enum": ["a </parameter> b"]},
+    ],
+)
+def test_values_that_cannot_be_told_from_text_make_the_call_generic(member):
+    model = Native(tokenizer_of("qwen3_coder", tokens=True))
+    _, form = model.held({"type": "object", "properties": {"text": member}})
+    assert form.calls[0].plain
+
+
 # How templates write calls; the marks are those that the format is recognized by.
 TEMPLATES = {
     "json_tools": '<tool_call>\n{"name": "@", "arguments": #}\n</tool_call>',
@@ -190,6 +256,47 @@ def test_the_next_prompt_has_the_call_as_it_was_written(name):
     spec, form = model.held(only(SCHEMA, arguments), choice=("named", NAME))
     text = model.wander(spec, 1, most=4000)
     assert in_every_way(form, text, sizes=(1,)) == [(NAME, arguments)]
+    check_history(tokenizer, text, arguments)
+
+
+# What precedes the arguments, an argument, and what follows them.
+TAGGED_TEMPLATES = {
+    "qwen3_coder": ("<tool_call>\n<function=@>\n", "<parameter=%>\n#\n</parameter>\n", "</function>\n</tool_call>"),
+    "seed": ("<seed:tool_call>\n<function=@>\n", "<parameter=%>#</parameter>\n", "</function>\n</seed:tool_call>"),
+    "glm47": ("<tool_call>@\n", "<arg_key>%</arg_key>\n<arg_value>#</arg_value>\n", "</tool_call>"),
+    "minimax_m2": (
+        '<minimax:tool_call>\n<invoke name="@">\n',
+        '<parameter name="%">#</parameter>\n',
+        "</invoke>\n</minimax:tool_call>",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", sorted(TAGGED_TEMPLATES))
+def test_the_next_prompt_has_the_arguments_as_they_were_written(name):
+    before, member, after = (
+        part.replace("@", "{{ c.function.name }}").replace("%", "{{ k }}").replace("#", "{{ v }}")
+        for part in TAGGED_TEMPLATES[name]
+    )
+    # A template drops the line break that ends it, not others.
+    walked = "{% for k, v in c.function.arguments.items() %}" + member.replace("\n", "{{ '\\n' }}") + "{% endfor %}"
+    calls = before.replace("\n", "{{ '\\n' }}") + walked + after.replace("\n", "{{ '\\n' }}")
+    signs = "<tool_call><function=" if name == "qwen3_coder" else ""
+    tokenizer = with_marks(
+        f"{{# {signs} #}}{{{{ tools }}}}{{% for m in messages %}}<{{{{ m.role }}}}>{{{{ m.content or '' }}}}"
+        f"{{% for c in m.tool_calls or [] %}}{calls}{{% endfor %}}{{% endfor %}}"
+    )
+    model = Native(tokenizer)
+    arguments = {"text": 'say "Grüße"\n', "lines": 3}
+    members = only(SCHEMA, arguments)["properties"]
+    spec, form = model.held(SCHEMA | {"properties": members}, choice=("named", NAME))
+    assert not form.calls[0].plain
+    text = model.wander(spec, 1, most=4000)
+    assert in_every_way(form, text, sizes=(1,)) == [(NAME, arguments)]
+    check_history(tokenizer, text, arguments)
+
+
+def check_history(tokenizer, text, arguments):
     past = [{"function": {"name": NAME, "arguments": arguments}}]
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "", "tool_calls": past}]
     assert tokenizer.apply_chat_template(messages, tokenize=False).endswith(f"<assistant>{text}")
