@@ -51,7 +51,7 @@ STRICT_CHECKS = """\
 TEMPLATES = {"free": TOOL_TEMPLATE, "strict": STRICT_CHECKS + TOOL_TEMPLATE}
 
 # Tools that run a command, as agents name them, each with the arguments it takes.
-_RUNNERS = ("exec_command", "shell_command", "shell", "run_shell_command", "Bash", "bash")
+_RUNNERS = ("exec_command", "shell_command", "shell", "run_shell_command", "run_commands", "Bash", "bash")
 
 
 class ScriptedEngine(FakeEngine):
@@ -90,9 +90,11 @@ def _tools(prompt: str) -> Iterable[tuple[str, dict[str, Any]]]:
 def _arguments(parameters: dict[str, Any], command: str) -> dict[str, Any]:
     """The command in the argument that takes it; what else the tool requires gets a harmless value of its type."""
     fields = parameters["properties"]
-    key = next(name for name in ("command", "cmd") if name in fields)
+    key = next(name for name in ("command", "cmd", "commands") if name in fields)
     harmless = {"string": "run", "boolean": False, "integer": 1, "number": 1}
     filled = {name: harmless[fields[name]["type"]] for name in parameters.get("required", ()) if name != key}
+    if key == "commands":
+        return filled | {key: [command]}
     is_list = fields[key].get("type") == "array"
     return filled | {key: ["bash", "-c", command] if is_list else command}
 

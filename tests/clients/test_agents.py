@@ -77,6 +77,19 @@ def qwen_code(address: str, folder: Path, home: Path) -> Started:
     return command, variables("qwen-code", address, NAME)
 
 
+def cline(address: str, folder: Path, home: Path) -> Started:
+    program = installed("cline").parent / ".bin" / "cline"
+    signed_in = block("cline", address, NAME).replace("cline auth", f"'{program}' auth", 1)
+    return ["bash", "-ec", f"{signed_in} < /dev/null\n'{program}' -P openai -m {NAME} '{TASK}'"], {}
+
+
+def continue_cli(address: str, folder: Path, home: Path) -> Started:
+    config = home / "config.yaml"
+    config.write_text(block("continue", address, NAME))
+    program = installed("@continuedev/cli") / "dist" / "cn.js"
+    return [node(), program, "--config", config, "-p", TASK, "--auto"], {}
+
+
 def ai_sdk(address: str, folder: Path, home: Path) -> Started:
     return ai_sdk_loop(block("ai-sdk", address, NAME), folder)
 
@@ -100,6 +113,8 @@ AGENTS = {
     "claude-code": claude_code,
     "opencode": opencode,
     "qwen-code": qwen_code,
+    "cline": cline,
+    "continue": continue_cli,
     "ai-sdk": ai_sdk,
     "ai-sdk-anthropic": ai_sdk_anthropic,
 }
