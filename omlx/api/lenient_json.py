@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from typing import Any
 
 _FENCE = re.compile(r"\s*```(?:json)?[ \t]*\n?", re.IGNORECASE)
@@ -10,8 +11,16 @@ _SPACE = re.compile(r"\s*")
 _PIECE = re.compile(r'\s+|"(?:[^"\\]|\\.)*+"|[{}\[\],:]|[A-Za-z0-9+.-]+', re.DOTALL)
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*+"', re.DOTALL)
 _CLOSERS = {"{": "}", "[": "]"}
+_LARGEST = sys.float_info.max
+
+
+def _number(text: str) -> float:
+    """1e999 is infinity to Python, which JSON does not have: the largest number stands for it."""
+    return max(-_LARGEST, min(float(text), _LARGEST))
+
+
 # Raw line breaks and tabs in strings are taken as they are.
-_DECODER = json.JSONDecoder(strict=False)
+_DECODER = json.JSONDecoder(strict=False, parse_float=_number)
 
 
 def value_at(text: str, at: int = 0) -> tuple[Any, int]:
@@ -65,7 +74,7 @@ def _repaired(text: str, start: int) -> tuple[Any, int]:
     for bracket in reversed(open_brackets):
         pieces.close(_CLOSERS[bracket])
     try:
-        return json.loads(pieces.text(), strict=False), end
+        return _DECODER.decode(pieces.text()), end
     except RecursionError:
         raise ValueError("nested too deeply") from None
 

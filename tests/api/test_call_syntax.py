@@ -3,12 +3,14 @@
 import json
 import pkgutil
 import re
+import sys
 
 import mlx_lm.tool_parsers
 import pytest
 
 from omlx.api.answer_format import answer_format
 from omlx.api.call_formats import CALL_FORMATS, by_name
+from omlx.api.lenient_json import value_at
 from tests.api.test_answer_parser import in_every_way
 from tests.small_tokenizers import with_marks
 
@@ -267,3 +269,8 @@ def test_json_that_cannot_be_read_stays_text(inside):
     form = answer_format(model("json_tools", tokens=False), "", TOOLS)
     text = f"a\n<tool_call>\n{inside}\n</tool_call>\nb"
     assert in_every_way(form, text) == [("text", text)]
+
+
+@pytest.mark.parametrize("text", ['{"a": [1e999, -1e999, 5]}', '{"a": [1e999, -1e999, 5,]}'])
+def test_a_number_beyond_all_floats_is_the_largest_one(text: str) -> None:
+    assert value_at(text)[0] == {"a": [sys.float_info.max, -sys.float_info.max, 5]}

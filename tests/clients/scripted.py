@@ -11,9 +11,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from omlx.engine.pool import EnginePool
 from omlx.request import Request
+from omlx.scheduler import SchedulerConfig
 from omlx.server import create_app
 from omlx.settings import Settings
+from omlx.testing import make_tiny_model
 from tests.api.fakes import FakeEngine, FakePool
 from tests.api.serving import served
 from tests.small_tokenizers import TOOL_TEMPLATE, with_tools
@@ -99,9 +102,26 @@ def _arguments(parameters: dict[str, Any], command: str) -> dict[str, Any]:
     return filled | {key: ["bash", "-c", command] if is_list else command}
 
 
+class DefaultPool(EnginePool):
+    """The real pool as `--default-model scripted` makes it, with the scripted model in the place of a loaded one."""
+
+    def __init__(self, engine: ScriptedEngine, home: Path) -> None:
+        make_tiny_model(home / "models" / NAME)
+        super().__init__(SchedulerConfig(max_process_memory=0), home, default_model=NAME)
+        self._engine: Any = engine
+
+    async def get(self, name: str) -> Any:
+        assert self._served(name, writes=True).name == NAME
+        return self._engine
+
+
 @contextmanager
-def serving(template: str, home: Path) -> Iterator[tuple[str, ScriptedEngine]]:
-    """The scripted model on a free port: the server's address, and the engine that saw the requests."""
+def serving(template: str, home: Path, *, default: bool = False) -> Iterator[tuple[str, ScriptedEngine]]:
+    """The scripted model on a free port: the server's address, and the engine that saw the requests.
+
+    `default`: it answers for every name.
+    """
     engine = ScriptedEngine(template)
-    with served(create_app(FakePool(engine), Settings(home=home))) as address:
+    pool = DefaultPool(engine, home) if default else FakePool(engine)
+    with served(create_app(pool, Settings(home=home))) as address:
         yield address, engine

@@ -135,6 +135,23 @@ def test_an_agent_works_through_its_task(agent, server, folder, tmp_path):
     check(server, folder)
 
 
+@pytest.mark.parametrize("template", list(TEMPLATES))
+def test_two_variables_are_enough_for_claude_code(template, folder, tmp_path):
+    """It asks for the names of Anthropic's models, which --default-model maps to the one that is served."""
+    (tmp_path / "home").mkdir()
+    with serving(template, tmp_path / "omlx", default=True) as (address, engine):
+        command, environ = claude_code(address, folder, tmp_path / "home")
+        two = {name: environ[name] for name in ("ANTHROPIC_BASE_URL", "ANTHROPIC_AUTH_TOKEN")}
+        quiet = {"CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1", "IS_SANDBOX": "1"}
+        home = {"PATH": os.environ["PATH"], "HOME": str(tmp_path / "home")}
+        done = subprocess.run(
+            command, cwd=folder, env=home | two | quiet, stdin=subprocess.DEVNULL, capture_output=True, text=True,
+            timeout=250, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0 and FINAL in done.stdout, done.stderr[-2000:]
+        check(Server(address, engine), folder)
+
+
 def check(server: Server, folder: Path) -> None:
     """The commands ran, in order, each from an answer of its own."""
     assert (folder / "notes.txt").read_text() == "beta-42\n"
