@@ -52,7 +52,7 @@ class InvariantPasses:
             module for module in loaded if getattr(module, "scaled_dot_product_attention", None) is _attention
         ]
         self.attentions = 0
-        """Calls of the attention so far."""
+        """Calls of the attention so far, but for those with quantised caches."""
 
     @contextmanager
     def building(self) -> Iterator[None]:
@@ -69,9 +69,11 @@ class InvariantPasses:
         for module in self._modules:
             module.scaled_dot_product_attention = attention  # type: ignore[attr-defined]
 
-    def _counted(self, *args: Any, **options: Any) -> mx.array:
-        self.attentions += 1
-        return attention(*args, **options)
+    def _counted(
+        self, queries: mx.array, keys: Any, values: Any, cache: Any = None, *args: Any, **options: Any
+    ) -> mx.array:
+        self.attentions += not hasattr(cache, "bits")
+        return attention(queries, keys, values, cache, *args, **options)
 
 
 class Tried(Protocol):

@@ -46,6 +46,11 @@ def test_a_prompt_may_be_cut_anywhere(family: str) -> None:
     assert np.array_equal(logits(runner, text, cuts), whole)
 
 
+def test_quantised_caches_stay_on_the_grid() -> None:
+    """Their attention sums over all keys at once, which a few tokens would not show."""
+    assert not zoo.runner("llama", kv_bits=8, wide=True).cut_anywhere
+
+
 def logits(runner: Any, text: list[int], ends: list[int]) -> Any:
     caches, start, found = runner.new_cache(), 0, []
     for end in ends:
