@@ -5,6 +5,7 @@ real in a folder of its own: the file has to be there, and the agent has to repo
 its block of docs/CLIENTS.md.
 """
 
+import contextlib
 import os
 import platform
 import subprocess
@@ -13,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import psutil
 import pytest
 
 from tests.clients.documented import block, variables
@@ -130,9 +132,18 @@ def test_an_agent_works_through_its_task(agent, server, folder, tmp_path):
         command, cwd=folder, env=fixed | environ, stdin=subprocess.DEVNULL, capture_output=True, text=True,
         timeout=250, check=False,
     )  # fmt: skip
+    end_daemons(home)
     assert done.returncode == 0, done.stderr[-2000:]
     assert FINAL in done.stdout
     check(server, folder)
+
+
+def end_daemons(home: Path) -> None:
+    """Cline leaves a process of its own running."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if "--cline-hub-daemon" in process.cmdline() and process.environ().get("HOME") == str(home):
+                process.kill()
 
 
 @pytest.mark.parametrize("template", list(TEMPLATES))
